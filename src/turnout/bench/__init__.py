@@ -1,0 +1,1 @@
+"""The one timer, and what is built on it: sweeps, rooflines, reports."""

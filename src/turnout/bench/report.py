@@ -1,0 +1,47 @@
+"""Rows for people: one line a case, the routed call against the best peer and against the bound."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def gain(row: dict[str, Any]) -> float | None:
+    """How many times faster the routed call is than the best peer; None where an output was wrong."""
+    if "us" not in row:
+        return None
+    peers = [us for name, us in row["us"].items() if name.startswith("peer:")]
+    return min(peers) / row["us"]["turnout"] if peers else None
+
+
+def of_bound(row: dict[str, Any]) -> float:
+    """The share of the roofline bound that the card reaches while it works on the call."""
+    felt = row["device_us"]["turnout"]
+    return row["bound_us"] / felt if felt else 0.0
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """A table with borders on a terminal, plain when piped."""
+    return Table(*columns, title=title, box=box.HEAVY_HEAD if sys.stdout.isatty() else box.SIMPLE, title_justify="left")
+
+
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows as a table; plain text when the output is no terminal."""
+    lines = table(title=f"{rows[0]['op']} on {rows[0].get('device', '?')}" if rows else None)
+    for name in ("case", "dtype", "route", "us", "best peer", "us", "gain", "of bound", "error", "torch's error"):
+        lines.add_column(name, justify="left" if name in ("case", "dtype", "route", "best peer") else "right", no_wrap=True)
+    for row in rows:
+        if "us" not in row:
+            lines.add_row(row["case"], row["dtype"], row["chosen"], "wrong: " + "; ".join(row["wrong"].values()), *[""] * 6)
+            continue
+        peers = {name.removeprefix("peer:"): us for name, us in row["us"].items() if name.startswith("peer:")}
+        best = min(peers, key=peers.__getitem__)
+        lines.add_row(
+            row["case"], row["dtype"], row["chosen"], f"{row['us']['turnout']:.1f}", best, f"{peers[best]:.1f}",
+            f"{gain(row):.2f}x", f"{of_bound(row):.0%}", f"{row['error']:.1e}", f"{row['reference_error']:.1e}",
+        )  # fmt: skip
+    console.print(lines)

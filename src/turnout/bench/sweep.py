@@ -1,0 +1,121 @@
+"""bench: an op's cases, every route and every peer in one run, one JSON object a line. Correctness first: a wrong output has no time."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from turnout.bench.timer import time_variants
+from turnout.routing.case import Case
+from turnout.routing.choose import REFERENCE, plain
+from turnout.routing.device import Device
+from turnout.routing.op import Op
+from turnout.routing.tune import peak_mib, rotating
+from turnout.routing.verify import complaint, relative_error, truth
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What this card or CPU reaches in this run: plain reading and copying, in bytes/s (read plus written), and a bf16 or fp32 matmul."""
+    known = Device.of(device)
+    cuda = device.type == "cuda"
+    big = torch.randn(2**30 if cuda else 2**26, device=device)
+    into = torch.empty_like(big)
+    half = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) if cuda else torch.randn(1024, 1024)
+    timings = time_variants(
+        {"read": lambda: big.sum(), "copy": lambda: into.copy_(big), "matmul": lambda: half @ half},
+        [()], device, cache=known.cache, rounds=10,
+    )  # fmt: skip
+    size = 4 * big.numel()
+    return {
+        "read": 1e6 * size / timings["read"].us,
+        "copy": 1e6 * 2 * size / timings["copy"].us,
+        "matmul": 1e6 * 2 * half.shape[0] ** 3 / timings["matmul"].us,
+    }
+
+
+@torch.no_grad()
+def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.device, ceiling: dict[str, float], seconds: float) -> dict[str, Any]:
+    """One row: the public call as it is routed, every route in the configuration it would get, and the peers."""
+    public_args = case.make(device, 0)
+    args = op.arguments(*public_args)
+    known, problem = Device.of(device), op.problem(*args)
+    expected, true = op.reference(*args), truth(op.reference, args)
+    verdict = op.verdict(op.key(args))
+    runs: dict[str, Callable[..., Any]] = {}
+    wrong: dict[str, str] = {}
+    for route in op.routes.values():
+        if any(route.refuses(problem, known)):
+            continue
+        config = verdict.config if verdict.chosen == route.name else route.configs(problem, known)[0]
+        run = functools.partial(route.run, **config)
+        why = complaint(route.numerics, run(*args), expected, true)
+        if why is None:
+            runs[route.name] = run
+        else:
+            wrong[route.name] = why
+    runs[REFERENCE] = op.reference
+    peers = {f"peer:{name}": run for name, run in importlib.import_module(op._cases).PEERS.items()}
+    output = public(*public_args)
+    why = complaint("lossy" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, output, expected, true)
+    if why is not None:
+        return {"op": op.name, "case": case.name, "dtype": plain(case.dtype), "chosen": verdict.chosen, "wrong": {"turnout": why}}
+    timings = time_variants({"turnout": public, **runs, **peers}, rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=40)
+    work = op.work(problem)
+    bound = max(work.bytes / ceiling["read"], work.flops / ceiling["matmul"])
+    row = {
+        "op": op.name,
+        "case": case.name,
+        "source": case.source,
+        "problem": {name: plain(value) for name, value in problem._asdict().items()},
+        "dtype": plain(case.dtype),
+        "chosen": verdict.chosen,
+        "authority": verdict.authority,
+        "us": {name: round(t.us, 2) for name, t in timings.items()},
+        "iqr": {name: round(t.iqr, 2) for name, t in timings.items()},
+        "device_us": {name: round(t.device_us, 2) for name, t in timings.items()},
+        "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+        "bound_us": round(1e6 * bound, 3),
+        "error": float(f"{relative_error(output, true):.3g}"),
+        "reference_error": float(f"{relative_error(expected, true):.3g}"),
+        "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": public, **peers}.items()} if device.type == "cuda" else {},
+        "device": known.name,
+        "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
+        "versions": versions(),
+    }
+    return row | ({"wrong": wrong} if wrong else {})
+
+
+def versions() -> dict[str, str | None]:
+    """The software a figure depends on."""
+    found: dict[str, str | None] = {"turnout": _installed("turnout"), "python": platform.python_version(), "torch": torch.__version__}
+    found |= {"triton": _installed("triton"), "numba": _installed("numba"), "cuda": torch.version.cuda}
+    return found
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def sweep(op: Op, public: Callable[..., Any], device: torch.device, *, seconds: float = 1.0, only: str = "") -> Iterator[dict[str, Any]]:
+    """A row for each case whose name contains `only`."""
+    ceiling = ceilings(device)
+    for case in op.cases():
+        if only in str(case):
+            yield sweep_case(op, public, case, device, ceiling, seconds)
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

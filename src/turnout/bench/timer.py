@@ -1,0 +1,101 @@
+"""The one timer of `tune`, `bench` and `race`.
+
+A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one op after the other
+the longer of the two is felt, so that is the time of a variant; both parts are kept. The card's part is timed with events behind work
+that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for.
+Variants take turns in one loop, the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
+Read, not written: writing would leave dirty lines, and a call would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s).
+On a CPU nothing else is read: that would empty the caches of the interpreter too, and time its page faults.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+_HOST_CALLS = 20
+
+
+class Timing(NamedTuple):
+    """Microseconds per call: the median of max(device, host), its interquartile range, and the medians of the two parts."""
+
+    us: float
+    iqr: float
+    device_us: float
+    host_us: float
+
+
+def time_variants(
+    variants: Mapping[str, Callable[..., Any]], inputs: Sequence[tuple], device: torch.device, *,
+    cache: int = 0, rounds: int = 30, seconds: float = 2.0,
+) -> dict[str, Timing]:  # fmt: skip
+    """Time each variant on the given sets of inputs, taking turns.
+
+    `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each variant or `seconds`,
+    whichever comes first, but takes three samples at least.
+    """
+    for run in variants.values():  # compile, allocate, load
+        run(*inputs[0])
+    if device.type == "cuda":
+        return _time_cuda(variants, inputs, device, cache, rounds, seconds)
+    return _time_cpu(variants, inputs, rounds, seconds)
+
+
+def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    end = time.perf_counter() + seconds
+    for i in range(rounds):
+        for name, run in variants.items():
+            before = time.perf_counter()
+            run(*inputs[i % len(inputs)])
+            samples[name].append(1e6 * (time.perf_counter() - before))
+        if i >= 2 and time.perf_counter() > end:
+            break
+    return {name: _summary(taken, [0.0]) for name, taken in samples.items()}
+
+
+def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Timing]:
+    with torch.cuda.device(device):
+        # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host needs to queue the call.
+        flush = torch.zeros(max(512 * 2**20, 4 * cache) // 4, device=device)
+        for _ in range(100):  # to steady clocks
+            flush.sum()
+        samples: dict[str, list[float]] = {name: [] for name in variants}
+        host: dict[str, list[float]] = {name: [] for name in variants}
+        end = time.perf_counter() + seconds
+        for i in range(rounds):
+            for name, run in variants.items():
+                args = inputs[i % len(inputs)]
+                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                flush.sum()
+                start.record()
+                run(*args)
+                stop.record()
+                torch.cuda.synchronize()
+                samples[name].append(1e3 * start.elapsed_time(stop))
+                if i % 3 == 0:
+                    host[name].append(_host_time(run, args))
+            if i >= 2 and time.perf_counter() > end:
+                break
+    return {name: _summary(samples[name], host[name]) for name in variants}
+
+
+def _host_time(run: Callable[..., Any], args: tuple) -> float:
+    """Microseconds the host spends on one call, among calls in a row."""
+    before = time.perf_counter()
+    for _ in range(_HOST_CALLS):
+        run(*args)
+    spent = 1e6 * (time.perf_counter() - before) / _HOST_CALLS
+    torch.cuda.synchronize()
+    return spent
+
+
+def _summary(device_us: Sequence[float], host_us: Sequence[float]) -> Timing:
+    host = statistics.median(host_us)
+    felt = [max(us, host) for us in device_us]
+    spread = statistics.quantiles(felt, n=4)
+    return Timing(statistics.median(felt), spread[2] - spread[0], statistics.median(device_us), host)

@@ -1,0 +1,223 @@
+"""The command line: doctor, explain, bench, tune."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+
+app = typer.Typer(
+    help="Every op down the fastest track that is right for its shape, dtype, layout and device: ask, measure, tune.",
+    no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
+console = Console(width=None if sys.stdout.isatty() else 200)
+errors = Console(stderr=True, soft_wrap=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Where = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU.")]
+
+
+def main() -> None:
+    """Run the command line; a mistake in what was asked ends with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, RuntimeError, TypeError) as mistake:
+        errors.print(f"[red]error:[/red] {mistake}", highlight=False, markup=True)
+        raise SystemExit(2) from mistake
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, this machine has no CUDA GPU; use --device cpu")
+    return device
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """What is installed and loaded, known-bad pairs, and one tiny correctness check for every route.
+
+    Ends with exit code 1 when a check failed.
+
+    [bold]Example[/bold]  turnout doctor --json > report.json
+    """
+    from turnout import doctor as checks
+    from turnout.bench import report
+
+    environment = checks.environment()
+    findings = [*checks.known_bad(), *checks.tables(), *checks.routes()]
+    failed = any(finding.state == "failed" for finding in findings)
+    if json:
+        print(json_format.dumps({"environment": environment, "checks": [finding._asdict() for finding in findings]}))
+    else:
+        for name, value in environment.items():
+            console.print(f"{name:>12}  {value}", highlight=False)
+        table = report.table("check", "state", "note")
+        colours = {"ok": "green", "warning": "yellow", "failed": "red", "refused": "dim"}
+        for finding in findings:
+            table.add_row(finding.what, f"[{colours[finding.state]}]{finding.state}", finding.note)
+        console.print(table)
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def explain(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="The op, e.g. matmul.")],
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")] = "float32",
+    device: Annotated[str | None, typer.Option(help="A device by name, present or not: h200, a100, mi300x, cpu ...")] = None,
+    json: Json = False,
+) -> None:
+    """Which route a call would take and why, also for a GPU that is not here.
+
+    Each argument of the op is an option of its own name: a shape for a tensor, a number or a list for the rest.
+
+    [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
+    """
+    import torch
+
+    from turnout.asking import explain as ask
+    from turnout.routing.device import Device
+    from turnout.routing.op import op_named
+
+    known = op_named(op)
+    given = _options(context.args)
+    unknown = set(given) - set(known.signature.parameters)
+    if unknown:
+        raise ValueError(f"{op} has no argument {', '.join(sorted(unknown))}; it has: {', '.join(known.signature.parameters)}")
+    kind = _dtype(dtype)
+    arguments = {}
+    for name, parameter in known.signature.parameters.items():
+        is_tensor = "Tensor" in str(parameter.annotation)
+        if name in given:
+            arguments[name] = torch.empty(given[name], dtype=kind, device="meta") if is_tensor else _number(given[name])
+        elif "None" not in str(parameter.annotation):
+            raise ValueError(f"{op} needs --{name}, for example: turnout explain matmul --a 1,4096 --b 4096,1")
+    where = Device.named(device) if device else Device.of(_device(None))
+    verdict = ask(op, **arguments, device=where)
+    print(verdict.json() if json else verdict)
+
+
+def _options(words: list[str]) -> dict[str, list[int]]:
+    """--a 1,2 --b=3 as {"a": [1, 2], "b": [3]}."""
+    flat = [part for word in words for part in word.split("=", 1)]
+    if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
+        raise ValueError(f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1")
+    try:
+        return {name[2:].replace("-", "_"): [int(n) for n in value.split(",") if n] for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    except ValueError as mistake:
+        raise ValueError(f"{' '.join(words)!r}: shapes are whole numbers with commas between, like 1,4096") from mistake
+
+
+def _number(values: list[int]) -> Any:
+    return values[0] if len(values) == 1 else values
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+    found = getattr(torch, short.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype {name!r} is not known; one of: float32, float16, bfloat16, float64, complex64, int32 ...")
+    return found
+
+
+@app.command()
+def bench(
+    op: Annotated[str | None, typer.Argument(help="One op, or [bold]router[/bold] for what routing itself costs; default: every op.")] = None,
+    device: Where = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="A folder for <op>.jsonl, e.g. benchmarks/results.")] = None,
+    roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
+    json: Json = False,
+) -> None:
+    """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
+
+    [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
+    """
+    import turnout
+    from turnout.bench import report, roofline as picture, sweep  # noqa: I001
+    from turnout.bench.router import measure_router
+    from turnout.routing.device import Device
+    from turnout.routing.op import OPS, op_named
+
+    if op == "router":
+        return _show_router(measure_router(), json)
+    where = _device(device)
+    rows: list[dict[str, Any]] = []
+    for known in [op_named(op)] if op else list(OPS.values()):
+        cases = [case for case in known.cases() if only in str(case)]
+        if not cases:
+            raise ValueError(f"no case of {known.name} contains {only!r}; the cases are: {', '.join(map(str, known.cases()))}")
+        public = getattr(turnout, known.name)
+        steps = sweep.sweep(known, public, where, seconds=seconds, only=only)
+        found = list(track(steps, f"{known.name}", total=len(cases), console=errors, disable=json))
+        rows += found
+        if out is not None:
+            sweep.write_rows(found, out / Device.of(where).slug / f"{known.name}.jsonl")
+        if not json:
+            report.show(found, console)
+    if json:
+        for row in rows:
+            print(json_format.dumps(row))
+    if roofline is not None:
+        picture.draw(rows, roofline)
+    if any("wrong" in row for row in rows):
+        raise typer.Exit(1)
+    return None
+
+
+def _show_router(found: dict[str, dict[str, float]], json: bool) -> None:
+    from turnout.bench import report
+
+    if json:
+        print(json_format.dumps(found))
+        return
+    table = report.table("call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call")
+    for name, row in found.items():
+        table.add_row(name, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
+    console.print(table)
+
+
+@app.command()
+def tune(
+    op: Annotated[str | None, typer.Argument(help="One op; default: every op.")] = None,
+    budget: Annotated[float, typer.Option(help="Stop after this many seconds; what was measured is kept.")] = 60.0,
+    device: Where = None,
+    export: Annotated[Path | None, typer.Option(help="Write the rows into this table to ship, instead of keeping them here.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure the routes of an op's cases and remember the fastest for this machine.
+
+    [bold]Example[/bold]  turnout tune matmul --budget 120
+    """
+    import turnout
+    from turnout.bench import report
+    from turnout.routing.device import Device
+    from turnout.routing.table import export as write
+    from turnout.routing.table import folder
+
+    where = _device(device)
+    rows = turnout.tune(op, budget=budget, device=where, save=export is None, progress=not json)
+    if export is not None:
+        write(rows, Device.of(where), export)
+    if json:
+        print(json_format.dumps([{"op": row.op, "problem": row.problem, "us": row.us, "error": row.error} for row in rows]))
+        return
+    table = report.table("op", "problem", "fastest", "us", "reference, us")
+    for row in rows:
+        best = min(row.us, key=row.us.__getitem__)
+        table.add_row(row.op, str({k: v for k, v in row.problem.items() if "strides" not in k}), best, f"{row.us[best]:.1f}", f"{row.us['reference']:.1f}")
+    console.print(table)
+    console.print(f"{len(rows)} rows in {export or folder(Device.of(where))}", highlight=False)

@@ -1,0 +1,59 @@
+"""dot: the inner product of two vectors, exactly `torch.dot`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops.dot import contraction as shared
+from turnout.routing.op import Op
+
+
+class Dot(NamedTuple):
+    """Everything that may change the answer or the speed of one dot."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    a_strides: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> Dot:
+        return Dot(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+
+    def contraction(self) -> shared.Contraction | str:
+        """The sum this call takes, or why it is none."""
+        if len(self.a) != 1 or len(self.b) != 1 or self.a != self.b:
+            return f"shapes {list(self.a)} and {list(self.b)}, this route needs two vectors of one length"
+        return shared.Contraction(self.a[0], 1, self.a_strides[0], self.b_strides[0], 0, 0, ())
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a, b)
+
+
+reference_cost = shared.cost(
+    cuda=shared.Rate(host=20e-6, start=6e-6, share={torch.float16: 0.62, torch.bfloat16: 0.62}, otherwise=0.82),
+    cpu=shared.Rate(host=2e-6, start=2e-6, share={torch.bfloat16: 0.05, torch.float16: 0.25}, otherwise=0.65),
+)
+
+DOT = Op(
+    "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work, cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore"
+)  # fmt: skip
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of two vectors, exactly `torch.dot`.
+
+    a, b: `[K]`, one dtype, any strides. Returns a scalar tensor `[]` of that dtype.
+
+    >>> import torch, turnout
+    >>> turnout.dot(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0]))
+    tensor(32.)
+    """
+    return DOT(a, b)
+

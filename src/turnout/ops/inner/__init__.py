@@ -1,0 +1,63 @@
+"""inner: the sum over the last dimension of two tensors, exactly `torch.inner`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops.dot import contraction as shared
+from turnout.routing.op import Op
+
+
+class Inner(NamedTuple):
+    """Everything that may change the answer or the speed of one inner product."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    a_strides: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> Inner:
+        return Inner(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+
+    def contraction(self) -> shared.Contraction | str:
+        """The sum this call takes, or why it is none."""
+        if not self.a or not self.b or self.a[-1] != self.b[-1]:
+            return f"shapes {list(self.a)} and {list(self.b)}, this route needs the last sizes equal"
+        outputs = prod(self.a[:-1]), prod(self.b[:-1])
+        if outputs != (1, 1):
+            return f"{outputs[0]} x {outputs[1]} outputs, this route needs 1 x 1"
+        return shared.Contraction(self.a[-1], 1, self.a_strides[-1], self.b_strides[-1], 0, 0, tuple(self.a[:-1]) + tuple(self.b[:-1]))
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    return torch.inner(a, b)
+
+
+# inner hands two vectors to dot; with more dimensions it is a matrix product.
+reference_cost = shared.cost(
+    cuda=shared.Rate(host=23e-6, start=6e-6, share={torch.float16: 0.62, torch.bfloat16: 0.62}, otherwise=0.82),
+    cpu=shared.Rate(host=3e-6, start=3e-6, share={torch.bfloat16: 0.05, torch.float16: 0.25}, otherwise=0.65),
+)
+
+INNER = Op(
+    "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work, cases="turnout.ops.inner.cases", family=shared.family
+)  # fmt: skip
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of products over the last dimension, exactly `torch.inner`.
+
+    a: `[*, K]`, b: `[*, K]`, or either a scalar tensor. Returns `[*a.shape[:-1], *b.shape[:-1]]`.
+
+    >>> import torch, turnout
+    >>> turnout.inner(torch.arange(6.0).reshape(2, 3), torch.ones(3))
+    tensor([ 3., 12.])
+    """
+    return INNER(a, b)

@@ -1,0 +1,36 @@
+"""Launching Triton kernels at a fraction of the host time.
+
+`kernel[grid](...)` works out at every call which compiled version fits; on the H200's host that is most of a launch. A compiled version
+fits whenever the numbers, dtypes and alignments are the same, so it is kept under exactly those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_KEPT = 4096
+_compiled: dict[tuple, Any] = {}
+
+
+def launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple, constants: Mapping[str, Any], *, warps: int, **options: Any):
+    """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants, on the current stream
+    of the tensors' device."""
+    device = tensors[0].device
+    if device.index is not None and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
+    shape = tuple((x.dtype, x.data_ptr() % 16) for x in tensors)
+    key = (kernel.fn, device, shape, numbers, *constants.values(), warps, *options.items())
+    compiled = _compiled.get(key)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*tensors, *numbers, *constants.values())
+        return
+    compiled = kernel[(programs,)](*tensors, *numbers, **constants, num_warps=warps, **options)
+    if compiled is not None:  # Triton's interpreter compiles nothing
+        if len(_compiled) >= _MOST_KEPT:
+            _compiled.clear()
+        _compiled[key] = compiled

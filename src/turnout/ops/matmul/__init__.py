@@ -1,0 +1,85 @@
+"""matmul: the matrix product of two tensors, exactly `torch.matmul`."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops.dot import contraction as shared
+from turnout.routing.op import Op
+
+
+class Matmul(NamedTuple):
+    """Everything that may change the answer or the speed of one matrix product."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    a_strides: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+
+    @staticmethod
+    def of(a: Tensor, b: Tensor) -> Matmul:
+        return Matmul(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+
+    def contraction(self) -> shared.Contraction | str:
+        """The sums this call takes, one per batch element, or why it is a matrix product."""
+        if not self.a or not self.b:
+            return f"shapes {list(self.a)} and {list(self.b)}, this route needs at least one dimension each"
+        rows, cols = (self.a[-2] if len(self.a) > 1 else 1), (self.b[-1] if len(self.b) > 1 else 1)
+        along = -2 if len(self.b) > 1 else -1
+        if self.a[-1] != self.b[along]:
+            return f"inner sizes {self.a[-1]} and {self.b[along]}, this route needs them equal"
+        if (rows, cols) != (1, 1):
+            return f"{rows} x {cols} outputs, this route needs 1 x 1"
+        batch = tuple(self.a[:-2])
+        if batch != tuple(self.b[:-2]):
+            return f"batches {list(batch)} and {list(self.b[:-2])}, this route needs them equal"
+        a_step, b_step = even_stride(batch, self.a_strides[:-2]), even_stride(batch, self.b_strides[:-2])
+        if a_step is None or b_step is None:
+            return f"batch strides {list(self.a_strides[:-2])} and {list(self.b_strides[:-2])}, this route needs one even step each"
+        output = batch + (1,) * ((len(self.a) > 1) + (len(self.b) > 1))
+        return shared.Contraction(self.a[-1], prod(batch), self.a_strides[-1], self.b_strides[along], a_step, b_step, output)
+
+
+def even_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
+    """The one step that walks these dimensions in order, or None where there is none.
+
+    >>> even_stride((2, 3), (30, 10)), even_stride((2, 3), (99, 10))
+    (10, None)
+    """
+    moving = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
+    if not moving:
+        return 0
+    uneven = any(outer != inner * size for (_, outer), (size, inner) in zip(moving, moving[1:], strict=False))
+    return None if uneven else moving[-1][1]
+
+
+def reference(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
+reference_cost = shared.cost(
+    cuda=shared.Rate(host=28e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45),
+    cpu=shared.Rate(host=5e-6, start=5e-6, share={torch.bfloat16: 0.05, torch.float16: 0.13}, otherwise=0.06),
+)
+
+MATMUL = Op(
+    "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work, cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast"
+)  # fmt: skip
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product with broadcast batches, exactly `torch.matmul`.
+
+    a: `[K]`, `[M, K]` or `[*, M, K]`, b: `[K]`, `[K, N]` or `[*, K, N]`. Returns what `torch.matmul` returns.
+
+    >>> import torch, turnout
+    >>> turnout.matmul(torch.ones(1, 1000), torch.ones(1000, 1))
+    tensor([[1000.]])
+    """
+    return MATMUL(a, b)

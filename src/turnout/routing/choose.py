@@ -1,0 +1,137 @@
+"""The order of authority, as one pure function: pin, measured here, measured and shipped, model, reference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from turnout.routing.device import Device
+from turnout.routing.settings import LEVELS
+
+if TYPE_CHECKING:
+    from turnout.routing.op import Op
+    from turnout.routing.table import Measurement
+
+REFERENCE = "reference"
+
+# A route is taken only when it beats the reference by this ratio; below it the two are tied, and ties go to the reference.
+MEASURED_MARGIN = 1.03  # run-to-run spread of medians on the H200 is 1 to 2 %
+MODEL_MARGIN = 1.15  # costs are estimates
+
+
+class Refused(ValueError):
+    """A pinned route cannot take this call."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was chosen, by which authority, what each route would cost, why the others were refused."""
+
+    op: str
+    problem: Any
+    device: Device
+    chosen: str
+    authority: str
+    why: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+    microseconds: Mapping[str, float | None] = field(default_factory=dict)
+    refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        fields = ", ".join(f"{k}={plain(v)}" for k, v in self.problem._asdict().items())
+        lines = [f"{self.op}({fields})", f"  on      {self.device.name}", f"  chosen  {self.chosen}, by {self.authority}: {self.why}"]
+        if self.config:
+            lines.append(f"  config  {', '.join(f'{k}={v}' for k, v in self.config.items())}")
+        width = max(map(len, self.microseconds))
+        for route, us in self.microseconds.items():
+            time = "no estimate" if us is None else f"{us:.1f} us"
+            reasons = self.refused.get(route)
+            lines.append(f"    {route:<{width}}  " + ("refused: " + "; ".join(reasons) if reasons else time))
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """The verdict as one JSON object, for bug reports."""
+        return json.dumps(
+            {
+                "op": self.op,
+                "problem": {k: plain(v) for k, v in self.problem._asdict().items()},
+                "device": self.device.name,
+                "chosen": self.chosen,
+                "authority": self.authority,
+                "why": self.why,
+                "config": dict(self.config),
+                "us": dict(self.microseconds),
+                "refused": {k: list(v) for k, v in self.refused.items()},
+            }
+        )
+
+
+def plain(value: Any) -> Any:
+    """A problem's field as JSON knows it: `torch.bfloat16` is "bfloat16", tuples are lists."""
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if isinstance(value, tuple):
+        return [plain(v) for v in value]
+    return str(value).removeprefix("torch.")
+
+
+def choose(
+    op: Op, problem: Any, device: Device, *,
+    pin: str | None = None, numerics: str = "close",
+    measured: Sequence[tuple[str, Measurement]] = (),
+    failed: Mapping[str, str] | None = None,
+    overhead: float = 0.0, odd: str | None = None,
+) -> Verdict:  # fmt: skip
+    """Pick the route of one call. Pure: the same arguments give the same verdict.
+
+    `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed` holds routes that failed
+    at launch. `overhead` is what any route pays on top of the reference, in seconds. `odd` is a reason no route can take this call.
+    """
+    refused: dict[str, list[str]] = {}
+    microseconds: dict[str, float | None] = {}
+    for route in op.routes.values():
+        reasons = [odd] if odd else list(route.refuses(problem, device))
+        if failed and route.name in failed:
+            reasons.append(failed[route.name])
+        if route.name != pin and LEVELS.index(route.numerics) > LEVELS.index(numerics):
+            reasons.append(f"its numerics are {route.numerics}, the level asked for is {numerics}")
+        if reasons:
+            refused[route.name] = reasons
+        seconds = None if reasons else route.cost(problem, device)
+        microseconds[route.name] = None if seconds is None else 1e6 * (seconds + overhead)
+    seconds = op.cost(problem, device)
+    microseconds[REFERENCE] = None if seconds is None else 1e6 * seconds
+
+    def verdict(chosen: str, authority: str, why: str, config: Mapping[str, Any] | None = None) -> Verdict:
+        return Verdict(op.name, problem, device, chosen, authority, why, config or {}, microseconds, refused)
+
+    if pin is not None:
+        if pin in refused:
+            raise Refused(f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}")
+        return verdict(pin, "pin", "asked for")
+
+    for authority, measurement in measured:
+        times = {name: us + 1e6 * overhead for name, us in measurement.us.items() if name in op.routes and name not in refused}
+        times[REFERENCE] = measurement.us[REFERENCE]
+        microseconds.update(times)
+        best = min(times, key=times.__getitem__)
+        if times[best] * MEASURED_MARGIN >= times[REFERENCE]:
+            return verdict(REFERENCE, authority, f"nothing beats it by {MEASURED_MARGIN - 1:.0%}, {measurement.note}")
+        gain = times[REFERENCE] / times[best]
+        return verdict(best, authority, f"{gain:.2f}x the reference, {measurement.note}", measurement.config.get(best))
+
+    estimates = {name: us for name, us in microseconds.items() if us is not None and name not in refused}
+    if REFERENCE in estimates and len(estimates) > 1:
+        best = min(estimates, key=estimates.__getitem__)
+        gain = estimates[REFERENCE] / max(estimates[best], 1e-9)
+        if gain > MODEL_MARGIN:
+            configs = op.routes[best].configs(problem, device)
+            return verdict(best, "model", f"estimated {gain:.2f}x the reference", configs[0] if configs else None)
+        return verdict(REFERENCE, "model", f"nothing is estimated to beat it by {MODEL_MARGIN - 1:.0%}")
+    return verdict(REFERENCE, REFERENCE, "no other route can take this call" if len(refused) == len(op.routes) else "costs are unknown on this device")
+
+
+def plain_problem(problem: Any) -> str:
+    return ", ".join(f"{k}={plain(v)}" for k, v in problem._asdict().items())

@@ -1,0 +1,133 @@
+"""Devices: the peaks that costs are counted against, each with its source.
+
+Costs and guards see a `Device`, never a `torch.device`, so a choice can be explained for a card that is not in this machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+KIB, MIB = 2**10, 2**20
+
+
+class Figure(NamedTuple):
+    """A number and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a cost or a guard may know of a device. `bandwidth` in bytes/s, `flops` in FLOP/s by dtype name ("tf32" for its mode).
+
+    >>> Device.named("h200").slug
+    'nvidia-h200'
+    """
+
+    name: str
+    type: str
+    bandwidth: Figure | None = None
+    flops: Mapping[str, Figure] = field(default_factory=dict, hash=False)
+    capability: tuple[int, int] | None = None
+    units: int = 1
+    cache: int = 0
+    shared: int = 0
+
+    @property
+    def slug(self) -> str:
+        """The name in file names: `NVIDIA H200` is `nvidia-h200`."""
+        return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+
+    def seconds(self, bytes: float, flops: float = 0, dtype: torch.dtype = torch.float32) -> float | None:
+        """The roofline bound: the longer of moving the bytes and doing the arithmetic. None where a peak is unknown."""
+        if self.bandwidth is None:
+            return None
+        moving = bytes / self.bandwidth.value
+        if not flops:
+            return moving
+        peak = self.flops.get(str(dtype).removeprefix("torch."))
+        return None if peak is None else max(moving, flops / peak.value)
+
+    @staticmethod
+    def named(name: str) -> Device:
+        """The known device whose name or slug contains `name`, whether or not this machine has it."""
+        wanted = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        if wanted == "cpu":
+            return cpu()
+        matches = [d for d in KNOWN if wanted and wanted in d.slug]
+        number = any(letter.isdigit() for letter in wanted)  # "h100" means its first card; "rtx" could mean any
+        if not matches or (len(matches) > 1 and not number):
+            known = ", ".join(["cpu", *(d.slug for d in KNOWN)])
+            found = f"fits {', '.join(d.slug for d in matches)}" if matches else "is not known"
+            raise ValueError(f"device {name!r} {found}; name one of: {known}")
+        return next((d for d in matches if d.slug == wanted), matches[0])
+
+    @staticmethod
+    def of(device: torch.device | str) -> Device:
+        """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return cpu()
+        if device.type != "cuda":
+            return Device(name=device.type, type=device.type)
+        if not torch.cuda.is_available():
+            return Device(name="unknown CUDA device", type="cuda")
+        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _of_cuda(index: int) -> Device:
+    seen = torch.cuda.get_device_properties(index)
+    known = {d.name: d for d in KNOWN}.get(seen.name)
+    if known is not None:
+        return known
+    # Cards we have no datasheet for: memory speed as the driver states it, so that byte-bound costs still mean something.
+    clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
+    bandwidth = Figure(2e3 * clock * width / 8, "memory clock and bus width as the driver states them") if clock and width else None
+    return Device(
+        name=seen.name, type="cuda", bandwidth=bandwidth, capability=(seen.major, seen.minor),
+        units=seen.multi_processor_count, cache=seen.L2_cache_size, shared=getattr(seen, "shared_memory_per_block_optin", 0),
+    )  # fmt: skip
+
+
+@functools.cache
+def cpu() -> Device:
+    """A generic CPU. Measured once, on two cores of an Intel Xeon (Ice Lake, 2.8 GHz) with torch 2.13; tuning replaces what depends on it."""
+    source = "measured once on 2 cores of an Ice Lake Xeon at 2.8 GHz, torch 2.13"
+    cores = os.cpu_count() or 1
+    return Device(
+        name="cpu", type="cpu", bandwidth=Figure(40e9, source), units=cores, cache=48 * MIB,
+        flops={"float32": Figure(130e9 * cores / 2, source), "float64": Figure(65e9 * cores / 2, source)},
+    )  # fmt: skip
+
+
+def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, single, source):
+    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single}
+    return Device(
+        name=name, type="cuda", capability=capability, units=units, cache=int(cache_mib * MIB), shared=shared_kib * KIB,
+        bandwidth=Figure(tbps * 1e12, source), flops={dtype: Figure(peak * 1e12, source) for dtype, peak in peaks.items()},
+    )  # fmt: skip
+
+
+# Dense rates, without sparsity. Columns: name as the driver gives it, compute capability, multiprocessors, L2 in MiB, shared memory
+# a block may use in KiB, memory in TB/s, then TFLOP/s for fp16 and bf16 with fp32 accumulation, TF32, plain fp32.
+KNOWN = (
+    _gpu("NVIDIA H200", (9, 0), 132, 60, 227, 4.8, 989.4, 494.7, 66.9, "NVIDIA H200 Tensor Core GPU datasheet; L2 as torch 2.11 reads it"),
+    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"),
+    _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 227, 2.0, 756, 378, 51.2, "NVIDIA H100 Tensor Core GPU architecture whitepaper, PCIe"),
+    _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 163, 2.039, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM"),
+    _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 163, 1.555, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU architecture whitepaper"),
+    _gpu("NVIDIA B200", (10, 0), 148, 126, 227, 8.0, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, one of eight"),
+    _gpu("NVIDIA L40S", (8, 9), 142, 96, 99, 0.864, 362, 183, 91.6, "NVIDIA L40S datasheet"),
+    _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 99, 1.008, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 99, 1.792, 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"),
+    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; cache is the Infinity Cache"),
+)  # fmt: skip

@@ -1,0 +1,324 @@
+"""Op and Route: one meaning, several tracks, and the short path a call takes between them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from turnout.routing import settings
+from turnout.routing.case import Case
+from turnout.routing.choose import REFERENCE, Verdict, choose
+from turnout.routing.device import Device
+from turnout.routing.source import fingerprint
+from turnout.routing.table import Tables
+
+Numerics = Literal["exact", "close", "lossy"]
+Guard = Callable[[Any, Device], Iterable[str]]
+Cost = Callable[[Any, Device], "float | None"]
+Config = dict[str, "int | float | str | bool"]
+
+OPS: dict[str, Op] = {}
+
+_LIBRARY = torch.library.Library("turnout", "DEF")
+_PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_MOST_REMEMBERED = 4096
+
+# What makes torch.autograd.Function-like wrapping cost, in seconds: a route must win by that much when gradients are wanted.
+# Measured with `turnout bench router`.
+AUTOGRAD_OVERHEAD = 12e-6
+
+
+_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+class TurnoutWarning(UserWarning):
+    """Something was given up, and the result is still right."""
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with defaults."""
+
+    name: str
+    run: Callable[..., Any]
+    refuses: Guard
+    cost: Cost
+    numerics: Numerics
+    version: int
+    configs: Callable[[Any, Device], Sequence[Config]]
+
+    @functools.cached_property
+    def source(self) -> str:
+        """A hash of the code behind this route: what was measured with other code does not count."""
+        return fingerprint(self.run)
+
+
+class Work(NamedTuple):
+    """The fewest bytes a call can move and the operations it must do."""
+
+    bytes: int
+    flops: int
+
+
+class Key(NamedTuple):
+    """All that the choice of one call depends on, besides the settings."""
+
+    problem: Any
+    wants_grad: bool
+    devices: tuple[torch.device, ...]
+
+
+class Op:
+    """A reference function in plain PyTorch, plus its routes. The reference is the meaning, the fake kernel and the fallback.
+
+    `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes one from the arguments.
+    `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases` names the module with the op's real calls.
+    `arguments` turns a public call into the reference's positional arguments.
+    `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
+    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
+    """
+
+    def __init__(
+        self, name: str, reference: Callable[..., Any], *, problem_type: Any, cost: Cost, work: Callable[[Any], Work], cases: str,
+        arguments: Callable[..., tuple] | None = None,
+        family: Callable[[Any], tuple[Any, int]] | None = None,
+        autocast: Literal["cast", "ignore", "reference"] = "reference",
+    ):  # fmt: skip
+        self.name, self.reference, self.cost = name, reference, cost
+        self.problem_type, self.problem = problem_type, problem_type.of
+        self.work, self.family, self.autocast = work, family, autocast
+        self._cases = cases
+        self.signature = inspect.signature(reference)
+        self._facts = _facts_of(self)
+        self._arguments = arguments
+        self.routes: dict[str, Route] = {}
+        self.failed: dict[tuple[str, Key], str] = {}
+        self.opaque, self.when_compiled = _register(self)
+        OPS[name] = self
+
+    def __repr__(self) -> str:
+        return f"<turnout op {self.name}: {', '.join([*self.routes, REFERENCE])}>"
+
+    def route(
+        self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
+        configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},),
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+        """Declare a route: see CONTRIBUTING, "Add a route"."""
+
+        def declare(run: Callable[..., Any]) -> Callable[..., Any]:
+            given = list(inspect.signature(run).parameters.values())
+            extra = given[len(self.signature.parameters) :]
+            if [p.name for p in given[: len(self.signature.parameters)]] != list(self.signature.parameters):
+                raise TypeError(f"route {name!r} of {self.name} takes {given}, it needs the reference's {self.signature}")
+            if any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in extra):
+                raise TypeError(f"route {name!r} of {self.name}: configuration {extra} must be keyword-only with defaults")
+            if name in self.routes or name == REFERENCE:
+                raise ValueError(f"op {self.name} has a route {name!r} already")
+            if numerics not in get_args(Numerics):
+                raise ValueError(f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}")
+            self.routes[name] = Route(name, run, refuses, cost, numerics, version, configs)
+            return run
+
+        return declare
+
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple:
+        """The reference's positional arguments of a public call."""
+        if self._arguments is not None:
+            return self._arguments(*args, **kwargs)
+        return self.signature.bind(*args, **kwargs).args
+
+    def cases(self) -> list[Case]:
+        """The op's real calls, each with the model it comes from."""
+        return importlib.import_module(self._cases).CASES
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.when_compiled(*args)
+        memo = settings.current().memos[self.name]
+        try:
+            facts = self._facts(*args)
+            run = memo.get(facts)
+        except (TypeError, AttributeError, RuntimeError):  # arguments of the wrong kind, symbolic sizes: torch knows what to say
+            return self.reference(*args)
+        if run is None:
+            run = self._settle(args)
+            if len(memo) >= _MOST_REMEMBERED:
+                memo.clear()
+            memo[facts] = run
+        return run(*args)
+
+    def below_autograd(self, *args: Any) -> Any:
+        """The kernel of the opaque torch op: gradients are taken care of above it."""
+        with torch.no_grad():
+            return self(*args)
+
+    def _settle(self, args: tuple) -> Callable[..., Any]:
+        """Choose for arguments that look like these."""
+        if self.autocast == "cast" and _autocasting():
+            return self._under_autocast
+        if any(isinstance(x, Tensor) and type(x) not in _PLAIN_TENSORS for x in args):
+            return self.reference
+        key = self.key(args)
+        verdict = self.verdict(key)
+        if verdict.chosen == REFERENCE:
+            return self.reference
+        run = self.routes[verdict.chosen].run
+        if verdict.config:
+            run = functools.partial(run, **verdict.config)
+        return functools.partial(self._drive, self.opaque if key.wants_grad else run)
+
+    def _drive(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation. These are asked
+        here and are not among the facts, so that a call which takes the reference anyway does not pay for the questions."""
+        if _functorch_level() is not None or _count_modes() or any(isinstance(x, Tensor) and _is_lazy(x) for x in args):
+            return self.reference(*args)
+        if self.autocast == "reference" and _autocasting():
+            return self.reference(*args)
+        try:
+            return run(*args)
+        except Exception as failure:
+            if run is self.opaque or not _is_launch_failure(failure):
+                raise
+            return self._fall_through(failure, args)
+
+    def _under_autocast(self, *args: Any) -> Any:
+        """Cast the inputs as torch would, then choose for what they have become."""
+        device_type = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if torch.is_autocast_enabled(device_type):
+            args = tuple(_autocast(x, device_type) if isinstance(x, Tensor) else x for x in args)
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return self(*args)
+
+    def key(self, args: tuple) -> Key:
+        """All that the choice for these arguments depends on."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return Key(self.problem(*args), wants_grad, tuple(x.device for x in tensors))
+
+    def verdict(self, key: Key, device: Device | None = None) -> Verdict:
+        """What `choose` says of this key under the current settings, tables and failures."""
+        current = settings.current()
+        odd = f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}" if len(set(key.devices)) > 1 else None
+        device = device or (Device.of(key.devices[0]) if key.devices else Device.of("cpu"))
+        return choose(
+            self, key.problem, device,
+            pin=current.pins.get(self.name), numerics=current.numerics,
+            measured=Tables.for_device(device).lookup(self, key.problem),
+            failed={name: why for (name, failed), why in self.failed.items() if failed == key},
+            overhead=AUTOGRAD_OVERHEAD if key.wants_grad else 0.0,
+            odd=odd,
+        )  # fmt: skip
+
+    def _fall_through(self, failure: Exception, args: tuple) -> Any:
+        """A route failed at launch: remember it as refused for this key, say so once, take the next one."""
+        key = self.key(args)
+        verdict = self.verdict(key)
+        if verdict.authority == "pin" or verdict.chosen == REFERENCE:
+            raise failure
+        why = f"failed at launch: {type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
+        self.failed[verdict.chosen, key] = why
+        settings.forget_choices()
+        warnings.warn(f"turnout.{self.name}: route {verdict.chosen!r} {why}; taking the next one", TurnoutWarning, stacklevel=5)
+        return self(*args)
+
+
+def _facts_of(op: Op) -> Callable[..., tuple]:
+    """A function that gathers what a call looks like into a tuple, the key of the memo. Written out for the op's signature, as namedtuple
+    does: a loop over the arguments would take longer than the rest of the router."""
+    tensor = "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.is_cpu, {0}.get_device()"
+    parts, grads = ["autocasting()"] if op.autocast == "cast" else [], []
+    for name, parameter in op.signature.parameters.items():
+        kind = str(parameter.annotation)
+        if kind in ("Tensor", str(Tensor)):
+            parts.append(tensor.format(name))
+            grads.append(f"{name}.requires_grad")
+        elif "Tensor" in kind:
+            parts.append(f"None if {name} is None else ({tensor.format(name)})")
+            grads.append(f"({name} is not None and {name}.requires_grad)")
+        else:
+            parts.append(f"tuple({name})" if "list" in kind.lower() else name)
+    parts.append(f"grad_enabled() and ({' or '.join(grads)})")
+    known = {"autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled}
+    return eval(f"lambda {', '.join(op.signature.parameters)}: ({', '.join(parts)})", known)
+
+
+def _is_lazy(x: Tensor) -> bool:
+    return x.is_neg() or (x.is_complex() and x.is_conj())
+
+
+def op_named(op: str | Callable[..., Any]) -> Op:
+    """The op of a name or of a public function."""
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name not in OPS:
+        raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted(OPS))}")
+    return OPS[name]
+
+
+def _is_launch_failure(failure: Exception) -> bool:
+    """Out of memory, out of shared memory, a kernel that does not compile: not a mistake in the caller's arguments or in our code."""
+    return isinstance(failure, (RuntimeError, MemoryError)) or type(failure).__module__.startswith("triton")
+
+
+def _autocast(x: Tensor, device_type: str) -> Tensor:
+    eligible = x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device_type
+    return x.to(torch.get_autocast_dtype(device_type)) if eligible else x
+
+
+def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Two torch ops. `turnout::<op>` is opaque and chooses when it runs; `turnout::<op>_when_compiled` is what a traced program calls:
+    while a graph is made with sizes that are known, it becomes the plain reference where the reference is chosen, so that
+    torch.compile sees PyTorch's own ops and the router costs nothing; else it becomes the opaque op."""
+    schema = torch.library.infer_schema(op.reference, mutates_args=())
+    qualified = f"turnout::{op.name}"
+    _LIBRARY.define(op.name + schema)
+    _LIBRARY.impl(op.name, op.below_autograd, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, op.reference, lib=_LIBRARY)
+    torch.library.register_autograd(qualified, functools.partial(_backward, op), setup_context=_save, lib=_LIBRARY)
+    opaque = getattr(torch.ops.turnout, op.name).default
+
+    def when_compiled(*args: Any) -> Any:
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride())):
+            if op.verdict(op.key(args)).chosen == REFERENCE:
+                return op.reference(*args)
+        return opaque(*args)
+
+    traced = f"{op.name}_when_compiled"
+    _LIBRARY.define(traced + schema)
+    _LIBRARY.impl(traced, when_compiled, "CompositeImplicitAutograd")
+    return opaque, getattr(torch.ops.turnout, traced).default
+
+
+def _save(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)))
+    ctx.plain = tuple(None if isinstance(x, Tensor) else (x,) for x in inputs)
+
+
+def _backward(op: Op, ctx: Any, *grads: Tensor) -> tuple:
+    """The vector-Jacobian product of the reference, on the saved inputs."""
+    tensors = list(ctx.saved_tensors)
+    wanted = [i for i, (plain, needed) in enumerate(zip(ctx.plain, ctx.needs_input_grad, strict=True)) if plain is None and needed]
+    saved = iter(tensors)
+    inputs = [next(saved) if plain is None else plain[0] for plain in ctx.plain]
+
+    def of_wanted(*chosen: Tensor) -> Any:
+        for i, x in zip(wanted, chosen, strict=True):
+            inputs[i] = x
+        return op.reference(*inputs)
+
+    _, vjp = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
+    found = dict(zip(wanted, vjp(*grads), strict=True))
+    return tuple(found.get(i) for i in range(len(ctx.plain)))

@@ -1,0 +1,157 @@
+"""tune: measure every route that can take a call, keep what is right, remember what is fast. Only when asked, within a budget."""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from turnout.bench.timer import Timing, time_variants
+from turnout.routing import settings
+from turnout.routing.case import copies
+from turnout.routing.choose import REFERENCE, plain
+from turnout.routing.device import Device
+from turnout.routing.op import OPS, Op, Route, TurnoutWarning, op_named
+from turnout.routing.table import Row, forget_tables, publish
+from turnout.routing.verify import complaint, relative_error, truth
+
+
+def tune(
+    op: str | Callable[..., Any] | None = None, *args: Any,
+    budget: float = 60.0, device: str | torch.device | None = None, save: bool = True, progress: bool = True, **kwargs: Any,
+) -> list[Row]:  # fmt: skip
+    """Measure the routes of one call, or of an op's cases, or of every op's cases, and keep the times for this machine.
+
+    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune()` all cases. It stops when `budget` seconds are over;
+    what was measured until then is kept. A route whose output is wrong is not timed, with a warning. `save=False` keeps nothing.
+    Returns a row for each problem measured.
+
+    >>> import torch, turnout
+    >>> [row] = turnout.tune("dot", torch.ones(4096), torch.ones(4096), budget=1, save=False, progress=False)
+    >>> sorted(row.us)[-1]
+    'reference'
+    """
+    if budget <= 0:
+        raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
+    if op is not None and (args or kwargs):
+        known = op_named(op)
+        calls = [(known, known.name, lambda: known.arguments(*args, **kwargs))]
+    else:
+        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in ([op_named(op)] if op else OPS.values()) for c in o.cases()]
+    rows: list[Row] = []
+    end = time.perf_counter() + budget
+    with _progress(len(calls), progress) as step:
+        for known, label, make in calls:
+            left = end - time.perf_counter()
+            if rows and left <= 0:
+                warnings.warn(f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured", TurnoutWarning, stacklevel=2)
+                break
+            step(label)
+            row, where = measure(known, known.arguments(*make()), seconds=max(0.3, left / (len(calls) - len(rows))))
+            rows.append(row)
+            if save:
+                publish(row, where)
+    if save:
+        forget_tables()
+        settings.forget_choices()
+    return rows
+
+
+@torch.no_grad()
+def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
+    """Verify and time every route that takes these arguments, each in its best configuration, and the reference."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    where = tensors[0].device
+    device, problem = Device.of(where), op.problem(*args)
+    candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
+    inputs = rotating(args, device)
+    expected, true = op.reference(*args), truth(op.reference, args)
+    runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
+    best: dict[str, dict[str, Any]] = {}
+    for route in candidates:
+        sound = dict(_sound(op, route, problem, device, args, expected, true))
+        if not sound:
+            continue
+        share = seconds / (2 * len(candidates))
+        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=10, seconds=share) if len(sound) > 1 else None
+        name = min(timings, key=lambda n: timings[n].us) if timings else next(iter(sound))
+        runs[route.name] = sound[name]
+        best[route.name] = dict(getattr(sound[name], "keywords", {}))
+    timings = time_variants(runs, inputs, where, cache=device.cache, seconds=seconds / 2)
+    row = Row(
+        op=op.name,
+        problem={name: plain(value) for name, value in problem._asdict().items()},
+        us=_rounded(timings, "us"),
+        iqr=_rounded(timings, "iqr"),
+        error={name: float(f"{relative_error(run(*args), true):.3g}") for name, run in runs.items()},
+        peak_mib={name: peak_mib(run, args) for name, run in runs.items()} if where.type == "cuda" else {},
+        config=best,
+        version={name: op.routes[name].version for name in best},
+        source={name: op.routes[name].source for name in best},
+    )
+    return row, device
+
+
+def _sound(op: Op, route: Route, problem: Any, device: Device, args: tuple, expected: Any, true: Any) -> Iterator[tuple[str, Callable]]:
+    """The configurations of a route that launch and give the right output, as (name, callable)."""
+    for config in route.configs(problem, device):
+        run = functools.partial(route.run, **config)
+        try:
+            why = complaint(route.numerics, run(*args), expected, true)
+        except Exception as failure:  # whatever a candidate does, tuning goes on with the others
+            why = f"it failed: {type(failure).__name__}: {failure}"
+        if why is None:
+            yield str(config), run
+        else:
+            warnings.warn(f"turnout.tune: {op.name} route {route.name!r} {config} is left out: {why}", TurnoutWarning, stacklevel=4)
+
+
+def rotating(args: tuple, device: Device) -> list[tuple]:
+    """Enough sets of the arguments to outgrow the cache, within reason: on a GPU the timer empties the cache besides."""
+    size = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
+    most = 64 if device.type == "cpu" else 4
+    return copies(args, max(2, min(most, math.ceil(3 * device.cache / max(size, 1)))))
+
+
+def peak_mib(run: Callable[..., Any], args: tuple) -> float:
+    """The most CUDA memory in use above what was in use before, in MiB."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(*args)
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 3)
+
+
+def _rounded(timings: dict[str, Timing], field: str) -> dict[str, float]:
+    return {name: round(getattr(timing, field), 3) for name, timing in timings.items()}
+
+
+class _progress:
+    """A rich progress bar, or nothing."""
+
+    def __init__(self, total: int, wanted: bool):
+        self.total, self.wanted = total, wanted
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.bar = None
+        if not self.wanted:
+            return lambda label: None
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.bar = Progress(TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self.bar.start()
+        task = self.bar.add_task("", total=self.total)
+        seen = iter(range(self.total + 1))
+        bar = self.bar
+        return lambda label: bar.update(task, completed=next(seen), description=label)
+
+    def __exit__(self, *error: Iterable[Any]) -> None:
+        if self.bar is not None:
+            self.bar.stop()
