@@ -160,7 +160,7 @@ def bench(
         cases = [case for case in known.cases() if only in str(case)]
         if not cases:
             raise ValueError(f"no case of {known.name} contains {only!r}; the cases are: {', '.join(map(str, known.cases()))}")
-        public = getattr(turnout, known.name)
+        public = getattr(turnout, known.name, known)
         steps = sweep.sweep(known, public, where, seconds=seconds, only=only)
         found = list(track(steps, f"{known.name}", total=len(cases), console=errors, disable=json))
         rows += found

@@ -16,14 +16,17 @@ _MOST_KEPT = 4096
 _compiled: dict[tuple, Any] = {}
 
 
-def launch(kernel: Any, programs: int, tensors: tuple[Tensor, ...], numbers: tuple, constants: Mapping[str, Any], *, warps: int, **options: Any):
-    """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants, on the current stream
-    of the tensors' device."""
+def launch(
+    kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple, constants: Mapping[str, Any], *, warps: int, **options: Any
+) -> None:  # fmt: skip
+    """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants (in that order), on the current
+    stream of the first tensor's device. A tensor that is not there is None."""
+    assert tensors[0] is not None
     device = tensors[0].device
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
-    shape = tuple((x.dtype, x.data_ptr() % 16) for x in tensors)
+    shape = tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors)
     key = (kernel.fn, device, shape, numbers, *constants.values(), warps, *options.items())
     compiled = _compiled.get(key)
     if compiled is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,3 +43,20 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         return x.clone()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def small_integers(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of values in -1, 0, 1, whose sums are exact in any dtype, in a random layout: dense, permuted, strided, sliced, expanded."""
+    size = tuple(n * draw.choice((1, 1, 2)) for n in shape)
+    order = draw.sample(range(len(shape)), len(shape)) if draw.random() < 0.3 else range(len(shape))
+    generator = torch.Generator().manual_seed(draw.randrange(2**31))
+    low = 0 if not (dtype.is_signed or dtype.is_complex) else -1
+    values = torch.randint(low, 2, [size[i] for i in order], generator=generator)
+    if dtype.is_complex:
+        values = torch.complex(values.double(), torch.randint(-1, 2, values.shape, generator=generator).double())
+    tensor = values.to(dtype).to(device).permute([list(order).index(i) for i in range(len(shape))])
+    steps = tuple(slice(None, None, 2) if full > n else slice(None) for full, n in zip(size, shape, strict=True))
+    tensor = tensor[steps]
+    if shape and shape[0] > 1 and draw.random() < 0.1:
+        tensor = tensor[:1].expand(shape)
+    return tensor

@@ -65,10 +65,11 @@ class Route:
 
 
 class Work(NamedTuple):
-    """The fewest bytes a call can move and the operations it must do."""
+    """The fewest bytes a call can move, read and written together, the operations it must do, and how many of the bytes are written."""
 
     bytes: int
     flops: int
+    written: int = 0
 
 
 class Key(NamedTuple):
@@ -86,6 +87,8 @@ class Op:
     `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases` names the module with the op's real calls.
     `arguments` turns a public call into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
+    `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
+    `mutates` names the arguments a call writes into; such an op has no backward.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
     """
 
@@ -94,10 +97,12 @@ class Op:
         arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
+        vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
+        mutates: tuple[str, ...] = (),
     ):  # fmt: skip
         self.name, self.reference, self.cost = name, reference, cost
         self.problem_type, self.problem = problem_type, problem_type.of
-        self.work, self.family, self.autocast = work, family, autocast
+        self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self._cases = cases
         self.signature = inspect.signature(reference)
         self._facts = _facts_of(self)
@@ -137,6 +142,11 @@ class Op:
         if self._arguments is not None:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
+
+    @property
+    def takes_public_arguments(self) -> bool:
+        """Whether a public call's arguments are the reference's."""
+        return self._arguments is None
 
     def cases(self) -> list[Case]:
         """The op's real calls, each with the model it comes from."""
@@ -281,12 +291,13 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Two torch ops. `turnout::<op>` is opaque and chooses when it runs; `turnout::<op>_when_compiled` is what a traced program calls:
     while a graph is made with sizes that are known, it becomes the plain reference where the reference is chosen, so that
     torch.compile sees PyTorch's own ops and the router costs nothing; else it becomes the opaque op."""
-    schema = torch.library.infer_schema(op.reference, mutates_args=())
+    schema = torch.library.infer_schema(op.reference, mutates_args=op.mutates)
     qualified = f"turnout::{op.name}"
     _LIBRARY.define(op.name + schema)
     _LIBRARY.impl(op.name, op.below_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, op.reference, lib=_LIBRARY)
-    torch.library.register_autograd(qualified, functools.partial(_backward, op), setup_context=_save, lib=_LIBRARY)
+    if not op.mutates:
+        torch.library.register_autograd(qualified, functools.partial(_backward, op), setup_context=_save, lib=_LIBRARY)
     opaque = getattr(torch.ops.turnout, op.name).default
 
     def when_compiled(*args: Any) -> Any:
@@ -307,18 +318,20 @@ def _save(ctx: Any, inputs: tuple, output: Any) -> None:
     ctx.plain = tuple(None if isinstance(x, Tensor) else (x,) for x in inputs)
 
 
-def _backward(op: Op, ctx: Any, *grads: Tensor) -> tuple:
-    """The vector-Jacobian product of the reference, on the saved inputs."""
-    tensors = list(ctx.saved_tensors)
-    wanted = [i for i, (plain, needed) in enumerate(zip(ctx.plain, ctx.needs_input_grad, strict=True)) if plain is None and needed]
-    saved = iter(tensors)
+def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
+    """The op's own vector-Jacobian product, or that of the reference, on the saved inputs."""
+    saved = iter(ctx.saved_tensors)
     inputs = [next(saved) if plain is None else plain[0] for plain in ctx.plain]
+    if op.vjp is not None:
+        return tuple(op.vjp(tuple(inputs), grads))
+    wanted = [i for i, (plain, needed) in enumerate(zip(ctx.plain, ctx.needs_input_grad, strict=True)) if plain is None and needed]
 
     def of_wanted(*chosen: Tensor) -> Any:
-        for i, x in zip(wanted, chosen, strict=True):
-            inputs[i] = x
-        return op.reference(*inputs)
+        given = dict(zip(wanted, chosen, strict=True))
+        found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
+        return found if isinstance(found, tuple) else (found,)
 
-    _, vjp = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
-    found = dict(zip(wanted, vjp(*grads), strict=True))
-    return tuple(found.get(i) for i in range(len(ctx.plain)))
+    found, vjp = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
+    full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
+    gradients = dict(zip(wanted, vjp(full), strict=True))
+    return tuple(gradients.get(i) for i in range(len(inputs)))

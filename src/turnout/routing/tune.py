@@ -18,7 +18,7 @@ from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route, TurnoutWarning, op_named
 from turnout.routing.table import Row, forget_tables, publish
-from turnout.routing.verify import complaint, relative_error, truth
+from turnout.routing.verify import complaint, outputs, relative_error, truth
 
 
 def tune(
@@ -71,7 +71,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
     device, problem = Device.of(where), op.problem(*args)
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
     inputs = rotating(args, device)
-    expected, true = op.reference(*args), truth(op.reference, args)
+    expected, true = outputs(op, op.reference, args), truth(op, args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
@@ -89,7 +89,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
         problem={name: plain(value) for name, value in problem._asdict().items()},
         us=_rounded(timings, "us"),
         iqr=_rounded(timings, "iqr"),
-        error={name: float(f"{relative_error(run(*args), true):.3g}") for name, run in runs.items()},
+        error={name: float(f"{relative_error(outputs(op, run, args)[0], true[0]):.3g}") for name, run in runs.items()},
         peak_mib={name: peak_mib(run, args) for name, run in runs.items()} if where.type == "cuda" else {},
         config=best,
         version={name: op.routes[name].version for name in best},
@@ -103,7 +103,7 @@ def _sound(op: Op, route: Route, problem: Any, device: Device, args: tuple, expe
     for config in route.configs(problem, device):
         run = functools.partial(route.run, **config)
         try:
-            why = complaint(route.numerics, run(*args), expected, true)
+            why = complaint(route.numerics, outputs(op, run, args), expected, true)
         except Exception as failure:  # whatever a candidate does, tuning goes on with the others
             why = f"it failed: {type(failure).__name__}: {failure}"
         if why is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -149,12 +148,14 @@ def sum_in_one_launch(a: Tensor, b: Tensor, sums: Contraction, *, block: int, wa
 
 
 def sum_in_two_stages(a: Tensor, b: Tensor, sums: Contraction, *, block: int, warps: int, waves: int) -> Tensor:
-    """Each sum is the work of as many programs as fill the card `waves` times; a second kernel adds up what they found."""
+    """Each sum is the work of as many programs as fill the card `waves` times; a second kernel adds up what they found. From Hopper on
+    the second takes its place on the card before the first has ended (`overlap`)."""
     from turnout.ops.dot.kernels import sum_chunks
     from turnout.ops.launching import launch
 
-    units, overlap = _facts(a.device)
-    chunks = max(1, min(units * waves // sums.batch, sums.length // block))
+    device = Device.of(a.device)
+    overlap = (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
+    chunks = max(1, min(device.units * waves // sums.batch, sums.length // block))
     out = torch.empty(sums.output, dtype=a.dtype, device=a.device)
     real = torch.view_as_real(out) if out.is_complex() else out
     partial = torch.empty(sums.batch * chunks * (2 if out.is_complex() else 1), dtype=torch.float32, device=a.device)
@@ -175,13 +176,6 @@ def _sum_chunkwise(a, b, into, out, sums, chunks, block, warps, overlap) -> None
         into = torch.view_as_real(into) if into.is_complex() else into
     constants = {"BLOCK": block, "COMPLEX": out.is_complex(), "OVERLAP": overlap}
     launch(dot_chunks, sums.batch * chunks, (a, b, into), (sums.length, chunks, *strides), constants, warps=warps)
-
-
-@functools.cache
-def _facts(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether a kernel may take its place on the card before the one it waits for has ended (Hopper and newer)."""
-    seen = torch.cuda.get_device_properties(device)
-    return seen.multi_processor_count, torch.version.hip is None and seen.major >= 9
 
 
 def sum_on_cpu(a: Tensor, b: Tensor, sums: Contraction) -> Tensor:

@@ -47,18 +47,18 @@ def dot_chunks(
     chunk = tl.program_id(0) % chunks
     a_ptr += batch.to(tl.int64) * a_batch_stride
     b_ptr += batch.to(tl.int64) * b_batch_stride
-    lane = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK).to(tl.int64)  # places times strides may pass 2^31
     real = tl.zeros([BLOCK], tl.float32)
     imag = tl.zeros([BLOCK], tl.float32)
     full = length // BLOCK  # blocks that need no mask: a mask would split the 16-byte loads
     for block in range(chunk, full, chunks):
-        at = block.to(tl.int64) * BLOCK + lane
+        at = block * BLOCK + lane
         x, y = multiply(a_ptr, b_ptr, at, a_stride, b_stride, lane, COMPLEX, False)
         real += x
         if COMPLEX:
             imag += y
     if chunk == full % chunks:
-        at = full.to(tl.int64) * BLOCK + lane
+        at = full * BLOCK + lane
         x, y = multiply(a_ptr, b_ptr, at, a_stride, b_stride, at < length, COMPLEX, True)
         real += x
         if COMPLEX:

@@ -1,0 +1,42 @@
+"""GPU routes in Triton's interpreter, on CPU tensors. Collected by test_interpret.py in a process of its own with TRITON_INTERPRET=1.
+
+float32, float16 and complex64 only: the interpreter of Triton 3.6 and 3.7 is silently wrong for bfloat16.
+"""
+
+import pytest
+import torch
+
+from tests.walk import CPU, H200, calls, gpu_routes
+from turnout.routing.verify import complaint, outputs, truth
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+
+@gpu_routes
+def test_interpreted(op, route):
+    seen = 0
+    for args in calls(op, route, CPU, H200, 25):
+        if args[0].dtype is torch.bfloat16:
+            continue
+        for config in route.configs(op.problem(*args), H200):
+            # Small blocks make several chunks and a ragged tail out of a short call.
+            small = {name: min(value, 64) if name == "block" else value for name, value in config.items()}
+            for chosen in (config, small):
+                assert torch.equal(route.run(*args, **chosen), op.reference(*args))
+                seen += 1
+    assert seen > 10
+
+
+@gpu_routes
+def test_nan_and_inf_pass_through(op, route):
+    seen = 0
+    for args in calls(op, route, CPU, H200, 12):
+        if args[0].dtype not in (torch.float32, torch.float16):
+            continue
+        for value in (float("nan"), float("inf")):
+            first = args[0].clone(memory_format=torch.contiguous_format)
+            first.view(-1)[-1] = value
+            changed = (first, *args[1:])
+            assert complaint(route.numerics, outputs(op, route.run, changed), outputs(op, op.reference, changed), truth(op, changed)) is None
+            seen += 1
+    assert seen

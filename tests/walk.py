@@ -1,0 +1,47 @@
+"""What every layer walks: ops, their routes, and random calls. A declared route is covered by all of them."""
+
+import importlib
+import random
+
+import pytest
+import torch
+
+import turnout  # noqa: F401
+from turnout.routing.device import Device
+from turnout.routing.op import OPS
+
+CPU = torch.device("cpu")
+H200 = Device.named("h200")
+
+ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+def random_call(op, seed, device):
+    """The reference's arguments of a random valid call."""
+    made = importlib.import_module(op._cases).random_call(random.Random(seed), device)
+    return op.arguments(*made)
+
+
+def calls(op, route, device, target, count, seeds=range(100_000)):
+    """`count` random calls on `device` that the route takes on the device `target`."""
+    found = []
+    for seed in seeds:
+        args = random_call(op, seed, device)
+        if not any(route.refuses(op.problem(*args), target)):
+            found.append(args)
+            if len(found) == count:
+                return found
+    raise AssertionError(f"no {count} calls for {op.name} {route.name} among the random calls")
+
+
+def takes(op, route, target, tries=300):
+    """Whether the route takes some random call on the device `target`."""
+    return any(not any(route.refuses(op.problem(*random_call(op, seed, CPU)), target)) for seed in range(tries))
+
+
+def _parametrised(pairs):
+    return pytest.mark.parametrize(("op", "route"), pairs, ids=[f"{op.name}-{route.name}" for op, route in pairs])
+
+
+ALL = [(op, route) for op in OPS.values() for route in op.routes.values()]
+routes = _parametrised(ALL)
+gpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, H200)])
+cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])
