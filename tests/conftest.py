@@ -5,7 +5,7 @@ import torch
 
 import turnout  # noqa: F401  (declares the ops)
 from turnout.routing import settings
-from turnout.routing.op import OPS
+from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
 
 
@@ -21,7 +21,7 @@ def _clean(tmp_path, monkeypatch):
 
 def forget_everything():
     settings.from_environment.cache_clear()
-    settings.forget_choices()
+    forget_choices()
     forget_tables()
     for op in OPS.values():
         op.failed.clear()

@@ -13,7 +13,7 @@ import turnout
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
 from turnout.routing.table import Tables, folder
-from turnout.routing.verify import complaint, outputs, truth
+from turnout.routing.verify import Trial
 
 _PACKAGES = ("torch", "triton", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")
 
@@ -105,7 +105,7 @@ def routes() -> list[Check]:
 
 def _check(op: Op, route: Route, args: tuple, what: str) -> Check:
     try:
-        why = complaint(route.numerics, outputs(op, route.run, args), outputs(op, op.reference, args), truth(op, args))
+        why = Trial(op, args).complaint(route.numerics, route.run)
     except Exception as failure:  # a broken install must not end the report
         why = f"{type(failure).__name__}: {failure}"
     return Check(what, "ok" if why is None else "failed", why or "agrees with the reference")

@@ -19,7 +19,7 @@ from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
 from turnout.routing.tune import peak_mib, rotating
-from turnout.routing.verify import complaint, outputs, relative_error, truth
+from turnout.routing.verify import Trial
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -47,7 +47,7 @@ def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.dev
     public_args = case.make(device, 0)
     args = op.arguments(*public_args)
     known, problem = Device.of(device), op.problem(*args)
-    expected, true = outputs(op, op.reference, args), truth(op, args)
+    trial = Trial(op, args)
     verdict = op.verdict(op.key(args))
     runs: dict[str, Callable[..., Any]] = {}
     wrong: dict[str, str] = {}
@@ -56,7 +56,7 @@ def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.dev
             continue
         config = verdict.config if verdict.chosen == route.name else route.configs(problem, known)[0]
         run = functools.partial(route.run, **config)
-        why = complaint(route.numerics, outputs(op, run, args), expected, true)
+        why = trial.complaint(route.numerics, run)
         if why is None:
             runs[route.name] = run
         else:
@@ -65,8 +65,7 @@ def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.dev
     module = importlib.import_module(op._cases)
     peers = {f"peer:{name}": run for name, run in module.PEERS.items()}
     bounds = {f"bound:{name}": run for name, run in getattr(module, "BOUNDS", {}).items()}  # such as a plain copy of the same size
-    output = outputs(op, op, args)
-    why = complaint("lossy" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, output, expected, true)
+    why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
     if why is not None:
         return {"op": op.name, "case": case.name, "dtype": plain(case.dtype), "chosen": verdict.chosen, "wrong": {"turnout": why}}
     timings = time_variants(
@@ -88,8 +87,8 @@ def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.dev
         "device_us": {name: round(t.device_us, 2) for name, t in timings.items()},
         "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
         "bound_us": round(1e6 * bound, 3),
-        "error": float(f"{relative_error(output[0], true[0]):.3g}"),
-        "reference_error": float(f"{relative_error(expected[0], true[0]):.3g}"),
+        "error": float(f"{trial.error(op):.3g}"),
+        "reference_error": float(f"{trial.error(op.reference):.3g}"),
         "peak_mib": {name: peak_mib(run, public_args) for name, run in {"turnout": public, **peers}.items()} if device.type == "cuda" else {},
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},

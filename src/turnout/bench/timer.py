@@ -5,7 +5,7 @@ the longer of the two is felt, so that is the time of a variant; both parts are 
 that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for.
 Variants take turns in one loop, the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
 Read, not written: writing would leave dirty lines, and a call would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s).
-On a CPU nothing else is read: that would empty the caches of the interpreter too, and time its page faults.
+On a CPU nothing else is read, since that would empty the caches of the interpreter too; a call before each sample warms the code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-_HOST_CALLS = 20
+_HOST_CALLS = 50
+_BUSY = 4  # passes over half a gigabyte before a sample: half a millisecond on an H200, longer than its host takes to queue a call
 
 
 class Timing(NamedTuple):
@@ -50,6 +51,7 @@ def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
     end = time.perf_counter() + seconds
     for i in range(rounds):
         for name, run in variants.items():
+            run(*inputs[(i + 1) % len(inputs)])
             before = time.perf_counter()
             run(*inputs[i % len(inputs)])
             samples[name].append(1e6 * (time.perf_counter() - before))
@@ -71,7 +73,8 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
             for name, run in variants.items():
                 args = inputs[i % len(inputs)]
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                flush.sum()
+                for _ in range(_BUSY):
+                    flush.sum()
                 start.record()
                 run(*args)
                 stop.record()

@@ -1,7 +1,8 @@
 """Launching Triton kernels at a fraction of the host time.
 
-`kernel[grid](...)` works out at every call which compiled version fits; on the H200's host that is most of a launch. A compiled version
-fits whenever the numbers, dtypes and alignments are the same, so it is kept under exactly those.
+`kernel[grid](...)` works out at every call which compiled version fits, and asks the driver about every pointer; on the H200's host that
+is most of a launch. A compiled version fits whenever the numbers, dtypes and alignments are the same, so it is kept under exactly those,
+and it is handed addresses and a stream, about which there is nothing to ask.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ def launch(
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
-    shape = tuple(None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors)
-    key = (kernel.fn, device, shape, numbers, *constants.values(), warps, *options.items())
+    fixed = tuple(constants.values())
+    addresses = [None if x is None else x.data_ptr() for x in tensors]
+    kinds = tuple([None if x is None else (x.dtype, address % 16) for x, address in zip(tensors, addresses, strict=True)])
+    key = (kernel.fn, device, kinds, numbers, fixed, warps, *options.items())
     compiled = _compiled.get(key)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*tensors, *numbers, *constants.values())
-        return
+        compiled[(programs, 1, 1)](*addresses, *numbers, *fixed, stream=torch._C._cuda_getCurrentRawStream(device.index))
+        return None
     compiled = kernel[(programs,)](*tensors, *numbers, **constants, num_warps=warps, **options)
     if compiled is not None:  # Triton's interpreter compiles nothing
         if len(_compiled) >= _MOST_KEPT:
             _compiled.clear()
         _compiled[key] = compiled
+    return None

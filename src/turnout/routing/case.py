@@ -36,10 +36,11 @@ def seeded(device: torch.device, seed: int) -> torch.Generator:
 
 def copies(args: tuple[Any, ...], count: int) -> list[tuple]:
     """That many sets of the same arguments in memory of their own, strides kept."""
-    return [args, *(tuple(_copy(x) if isinstance(x, torch.Tensor) else x for x in args) for _ in range(count - 1))]
+    return [args, *(tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args) for _ in range(count - 1))]
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
+def copy(x: torch.Tensor) -> torch.Tensor:
+    """The same values in other memory, strides kept unless elements share a place."""
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         return x.clone()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)

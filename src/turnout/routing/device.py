@@ -100,11 +100,11 @@ def _of_cuda(index: int) -> Device:
 
 @functools.cache
 def cpu() -> Device:
-    """A generic CPU. Measured once, on two cores of an Intel Xeon (Ice Lake, 2.8 GHz) with torch 2.13; tuning replaces what depends on it."""
-    source = "measured once on 2 cores of an Ice Lake Xeon at 2.8 GHz, torch 2.13"
+    """A generic CPU: figures measured once. They set the ratio of bytes to fixed costs; `tune` replaces what depends on them."""
+    source = "measured once, 2 cores of an Ice Lake Xeon at 2.8 GHz, torch 2.13: reading 200 MB took 9.8 ms"
     cores = os.cpu_count() or 1
     return Device(
-        name="cpu", type="cpu", bandwidth=Figure(40e9, source), units=cores, cache=48 * MIB,
+        name="cpu", type="cpu", bandwidth=Figure(21e9, source), units=cores, cache=48 * MIB,
         flops={"float32": Figure(130e9 * cores / 2, source), "float64": Figure(65e9 * cores / 2, source)},
     )  # fmt: skip
 

@@ -105,11 +105,12 @@ class Op:
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self._cases = cases
         self.signature = inspect.signature(reference)
-        self._facts = _facts_of(self)
         self._arguments = arguments
         self.routes: dict[str, Route] = {}
         self.failed: dict[tuple[str, Key], str] = {}
+        self.memo: dict[tuple, Callable[..., Any]] = {}
         self.opaque, self.when_compiled = _register(self)
+        self.call = _written_out(self)
         OPS[name] = self
 
     def __repr__(self) -> str:
@@ -153,28 +154,23 @@ class Op:
         return importlib.import_module(self._cases).CASES
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self.when_compiled(*args)
-        memo = settings.current().memos[self.name]
-        try:
-            facts = self._facts(*args)
-            run = memo.get(facts)
-        except (TypeError, AttributeError, RuntimeError):  # arguments of the wrong kind, symbolic sizes: torch knows what to say
-            return self.reference(*args)
-        if run is None:
-            run = self._settle(args)
-            if len(memo) >= _MOST_REMEMBERED:
-                memo.clear()
-            memo[facts] = run
-        return run(*args)
+        return self.call(*args)
 
     def below_autograd(self, *args: Any) -> Any:
         """The kernel of the opaque torch op: gradients are taken care of above it."""
         with torch.no_grad():
             return self(*args)
 
-    def _settle(self, args: tuple) -> Callable[..., Any]:
-        """Choose for arguments that look like these."""
+    def settle(self, facts: tuple | None, *args: Any) -> Any:
+        """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
+        if facts is None:
+            return self.reference(*args)
+        if len(self.memo) >= _MOST_REMEMBERED:
+            self.memo.clear()
+        run = self.memo[facts] = self._chosen(args)
+        return run(*args)
+
+    def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and _autocasting():
             return self._under_autocast
         if any(isinstance(x, Tensor) and type(x) not in _PLAIN_TENSORS for x in args):
@@ -186,12 +182,12 @@ class Op:
         run = self.routes[verdict.chosen].run
         if verdict.config:
             run = functools.partial(run, **verdict.config)
-        return functools.partial(self._drive, self.opaque if key.wants_grad else run)
+        return functools.partial(self._drive, self.opaque if key.wants_grad else run, key.devices[0].type)
 
-    def _drive(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation. These are asked
-        here and are not among the facts, so that a call which takes the reference anyway does not pay for the questions."""
-        if _functorch_level() is not None or _count_modes() or any(isinstance(x, Tensor) and _is_lazy(x) for x in args):
+    def _drive(self, run: Callable[..., Any], device_type: str, *args: Any) -> Any:
+        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other kinds of
+        device. These are asked here and are not among the facts, so that a call which takes the reference does not pay for the questions."""
+        if _functorch_level() is not None or _count_modes() or any(isinstance(x, Tensor) and _is_odd(x, device_type) for x in args):
             return self.reference(*args)
         if self.autocast == "reference" and _autocasting():
             return self.reference(*args)
@@ -240,33 +236,57 @@ class Op:
             raise failure
         why = f"failed at launch: {type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
         self.failed[verdict.chosen, key] = why
-        settings.forget_choices()
+        forget_choices()
         warnings.warn(f"turnout.{self.name}: route {verdict.chosen!r} {why}; taking the next one", TurnoutWarning, stacklevel=5)
         return self(*args)
 
 
-def _facts_of(op: Op) -> Callable[..., tuple]:
-    """A function that gathers what a call looks like into a tuple, the key of the memo. Written out for the op's signature, as namedtuple
-    does: a loop over the arguments would take longer than the rest of the router."""
-    tensor = "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.is_cpu, {0}.get_device()"
-    parts, grads = ["autocasting()"] if op.autocast == "cast" else [], []
+def _written_out(op: Op) -> Callable[..., Any]:
+    """The way of a call, written out for the op's signature, as namedtuple does: gathering the facts in a loop would cost more than all
+    the rest. The facts are everything the choice depends on; a call whose facts were seen before is one look-up away from its kernel."""
+    tensor = "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.get_device()"
+    facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
         if kind in ("Tensor", str(Tensor)):
-            parts.append(tensor.format(name))
+            facts.append(tensor.format(name))
             grads.append(f"{name}.requires_grad")
         elif "Tensor" in kind:
-            parts.append(f"None if {name} is None else ({tensor.format(name)})")
+            facts.append(f"None if {name} is None else ({tensor.format(name)})")
             grads.append(f"({name} is not None and {name}.requires_grad)")
         else:
-            parts.append(f"tuple({name})" if "list" in kind.lower() else name)
-    parts.append(f"grad_enabled() and ({' or '.join(grads)})")
-    known = {"autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled}
-    return eval(f"lambda {', '.join(op.signature.parameters)}: ({', '.join(parts)})", known)
+            facts.append(f"tuple({name})" if "list" in kind.lower() else name)
+    facts.append(f"grad_enabled() and ({' or '.join(grads)})")
+    arguments = ", ".join(op.signature.parameters)
+    source = f"""
+def {op.name}({arguments}):
+    if compiling():
+        return when_compiled({arguments})
+    try:
+        facts = ({", ".join(facts)})
+        run = seen(facts)
+    except Exception:  # arguments of the wrong kind, symbolic sizes: torch knows what to say
+        return settle(None, {arguments})
+    if run is None:
+        return settle(facts, {arguments})
+    return run({arguments})
+"""
+    known = {
+        "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
+        "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
+    }  # fmt: skip
+    exec(source, known)
+    return known[op.name]
 
 
-def _is_lazy(x: Tensor) -> bool:
-    return x.is_neg() or (x.is_complex() and x.is_conj())
+def _is_odd(x: Tensor, device_type: str) -> bool:
+    return x.is_neg() or (x.is_complex() and x.is_conj()) or x.device.type != device_type
+
+
+def forget_choices() -> None:
+    """Drop every remembered choice: a table changed, or a route failed."""
+    for op in OPS.values():
+        op.memo.clear()
 
 
 def op_named(op: str | Callable[..., Any]) -> Op:

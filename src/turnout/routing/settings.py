@@ -1,4 +1,4 @@
-"""What the user asked for: pins and the numerics level, per thread and per async task, and the choices made under them."""
+"""What the user asked for: pins and the numerics level, per thread and per async task."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 
@@ -14,25 +13,20 @@ LEVELS = ("exact", "close", "lossy")
 
 
 class Settings:
-    """Pins (op to route), the loosest numerics class that may be taken, and the memo of choices made under them."""
+    """Pins (op to route) and the loosest numerics class that may be taken. Equal settings are one object, so they hash at once."""
 
     def __init__(self, pins: Mapping[str, str], numerics: str):
         self.pins, self.numerics = dict(pins), numerics
-        self.memos: defaultdict[str, dict] = defaultdict(dict)
-
-    def forget(self) -> None:
-        for memo in list(self.memos.values()):
-            memo.clear()
 
 
-_current: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
+entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
 _known: dict[tuple, Settings] = {}
 _lock = threading.Lock()
 
 
 def current() -> Settings:
     """The settings of this thread or task; where none were entered, those of the environment."""
-    return _current.get() or from_environment()
+    return entered.get() or from_environment()
 
 
 @functools.cache
@@ -52,13 +46,6 @@ def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
     key = (tuple(sorted(pins.items())), numerics)
     with _lock:
         return _known.setdefault(key, Settings(pins, numerics))
-
-
-def forget_choices() -> None:
-    """Drop every remembered choice: a table changed, or a route failed."""
-    with _lock:
-        for settings in _known.values():
-            settings.forget()
 
 
 def check_level(level: str) -> str:
@@ -81,11 +68,11 @@ def check_pins(pins: Mapping[str, str]) -> None:
 
 @contextlib.contextmanager
 def _entered(settings: Settings) -> Iterator[None]:
-    token = _current.set(settings)
+    token = entered.set(settings)
     try:
         yield
     finally:
-        _current.reset(token)
+        entered.reset(token)
 
 
 def pin(**routes: str) -> contextlib.AbstractContextManager[None]:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from turnout.bench.timer import Timing, time_variants
-from turnout.routing import settings
 from turnout.routing.case import copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Op, Route, TurnoutWarning, op_named
+from turnout.routing.op import OPS, Op, Route, TurnoutWarning, forget_choices, op_named
 from turnout.routing.table import Row, forget_tables, publish
-from turnout.routing.verify import complaint, outputs, relative_error, truth
+from turnout.routing.verify import Trial
 
 
 def tune(
@@ -59,7 +58,7 @@ def tune(
                 publish(row, where)
     if save:
         forget_tables()
-        settings.forget_choices()
+        forget_choices()
     return rows
 
 
@@ -71,11 +70,11 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
     device, problem = Device.of(where), op.problem(*args)
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
     inputs = rotating(args, device)
-    expected, true = outputs(op, op.reference, args), truth(op, args)
+    trial = Trial(op, args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
-        sound = dict(_sound(op, route, problem, device, args, expected, true))
+        sound = dict(_sound(op, route, problem, device, trial))
         if not sound:
             continue
         share = seconds / (2 * len(candidates))
@@ -89,7 +88,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
         problem={name: plain(value) for name, value in problem._asdict().items()},
         us=_rounded(timings, "us"),
         iqr=_rounded(timings, "iqr"),
-        error={name: float(f"{relative_error(outputs(op, run, args)[0], true[0]):.3g}") for name, run in runs.items()},
+        error={name: float(f"{trial.error(run):.3g}") for name, run in runs.items()},
         peak_mib={name: peak_mib(run, args) for name, run in runs.items()} if where.type == "cuda" else {},
         config=best,
         version={name: op.routes[name].version for name in best},
@@ -98,12 +97,12 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
     return row, device
 
 
-def _sound(op: Op, route: Route, problem: Any, device: Device, args: tuple, expected: Any, true: Any) -> Iterator[tuple[str, Callable]]:
+def _sound(op: Op, route: Route, problem: Any, device: Device, trial: Trial) -> Iterator[tuple[str, Callable]]:
     """The configurations of a route that launch and give the right output, as (name, callable)."""
     for config in route.configs(problem, device):
         run = functools.partial(route.run, **config)
         try:
-            why = complaint(route.numerics, outputs(op, run, args), expected, true)
+            why = trial.complaint(route.numerics, run)
         except Exception as failure:  # whatever a candidate does, tuning goes on with the others
             why = f"it failed: {type(failure).__name__}: {failure}"
         if why is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -64,13 +65,11 @@ def refuses_on_cpu(problem: Any, device: Device) -> Iterator[str]:
     yield from needs.needs_dtype(problem.a_dtype, *CPU_DTYPES)
     sums = problem.contraction()
     if isinstance(sums, Contraction):
-        if sums.batch > 1:
-            yield f"{sums.batch} sums, this route needs one"
         if sums.length > 1 and (sums.a_stride != 1 or sums.b_stride != 1):
             yield f"strides {sums.a_stride} and {sums.b_stride}, this route needs 1"
 
 
-# Costs, in seconds. Host times and shares of the bandwidth: measured with `turnout bench`, H200 with torch 2.11, and a 2-core CPU.
+# Costs, in seconds. Host times and shares of the bandwidth: `turnout bench` on an H200 with torch 2.11, and on a 2-core CPU.
 
 
 def work(problem: Any) -> Work:
@@ -106,16 +105,17 @@ def single_launch_cost(problem: Any, device: Device) -> float | None:
     if reading is None:
         return None
     alone = work(problem).bytes / (75e9 * min(problem.contraction().batch, device.units))
-    return max(11e-6, 3.5e-6 + max(alone, reading / 0.87))
+    return max(26e-6, 3.5e-6 + max(alone, reading / 0.9))
 
 
 # The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune` tries them all.
 
 
 def single_launch_configs(problem: Any, device: Device) -> list[dict[str, int]]:
-    if problem.a_dtype.is_complex:
-        return [{"block": 2048, "warps": 8}, {"block": 1024, "warps": 4}]
-    return [{"block": 8192, "warps": 16}, {"block": 1024, "warps": 4}]
+    whole = max(128, 1 << (problem.contraction().length - 1).bit_length())
+    large = min(whole, 2048 if problem.a_dtype.is_complex else 8192)
+    blocks = [large, 1024] if large > 1024 else [large]
+    return [{"block": block, "warps": max(1, block // (256 if problem.a_dtype.is_complex else 512))} for block in blocks]
 
 
 def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
@@ -128,68 +128,73 @@ SINGLE_LAUNCH: Any = {
     "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "numerics": "close", "version": 1,
 }  # fmt: skip
 TWO_STAGE: Any = {
-    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=20e-6, start=5e-6, otherwise=0.87)),
+    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=40e-6, start=5e-6, otherwise=0.9)),
     "configs": two_stage_configs, "numerics": "close", "version": 1,
 }  # fmt: skip
 CPU_CHUNKS: Any = {
     "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
-    "cost": cost(cpu=Rate(host=40e-6, start=40e-6, share={torch.bfloat16: 0.5, torch.float16: 0.35}, otherwise=0.6)),
+    "cost": cost(cpu=Rate(host=60e-6, start=60e-6, otherwise=0.98)),
 }  # fmt: skip
 
 
-# Running
+# Running. Everything but the tensors follows from the problem and the configuration, so it is worked out once.
 
 
-def sum_in_one_launch(a: Tensor, b: Tensor, sums: Contraction, *, block: int, warps: int) -> Tensor:
-    """Each sum is the work of one program."""
-    out = torch.empty(sums.output, dtype=a.dtype, device=a.device)
-    _sum_chunkwise(a, b, out, out, sums, 1, block, warps, overlap=False)
-    return out
+class Plan(NamedTuple):
+    sums: Contraction
+    chunks: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    second: dict[str, Any]
+    options: dict[str, Any]
 
 
-def sum_in_two_stages(a: Tensor, b: Tensor, sums: Contraction, *, block: int, warps: int, waves: int) -> Tensor:
-    """Each sum is the work of as many programs as fill the card `waves` times; a second kernel adds up what they found. From Hopper on
-    the second takes its place on the card before the first has ended (`overlap`)."""
-    from turnout.ops.dot.kernels import sum_chunks
-    from turnout.ops.launching import launch
-
-    device = Device.of(a.device)
-    overlap = (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
+@functools.lru_cache(4096)
+def plan(problem: Any, where: torch.device, block: int, waves: int) -> Plan:
+    """How to launch: `waves` programs for each multiprocessor, or with 0 waves one program a sum. From Hopper on the second kernel takes
+    its place on the card before the first has ended (OVERLAP)."""
+    sums, device = problem.contraction(), Device.of(where)
+    complex_ = problem.a_dtype.is_complex
     chunks = max(1, min(device.units * waves // sums.batch, sums.length // block))
+    overlap = waves > 0 and (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
+    strides = [stride * (2 if complex_ else 1) for stride in sums[2:6]]
+    flags = {"COMPLEX": complex_, "OVERLAP": overlap}
+    second = {"BLOCK": 1 << (chunks - 1).bit_length(), **flags}
+    return Plan(sums, chunks, (sums.length, chunks, *strides), {"BLOCK": block, **flags}, second, {"launch_pdl": True} if overlap else {})
+
+
+def sum_on_gpu(a: Tensor, b: Tensor, problem: Any, *, block: int, warps: int, waves: int = 0) -> Tensor:
+    """Each sum is the work of one program, or with waves of as many as fill the card so many times; a second kernel then adds up
+    what they found."""
+    from turnout.ops.dot.kernels import dot_chunks, sum_chunks
+    from turnout.ops.launching import launch
+
+    sums, chunks, numbers, constants, second, options = plan(problem, a.device, block, waves)
     out = torch.empty(sums.output, dtype=a.dtype, device=a.device)
-    real = torch.view_as_real(out) if out.is_complex() else out
-    partial = torch.empty(sums.batch * chunks * (2 if out.is_complex() else 1), dtype=torch.float32, device=a.device)
-    _sum_chunkwise(a, b, partial, out, sums, chunks, block, warps, overlap)
-    constants = {"BLOCK": 1 << (chunks - 1).bit_length(), "COMPLEX": out.is_complex(), "OVERLAP": overlap}
-    options = {"launch_pdl": True} if overlap else {}
-    launch(sum_chunks, sums.batch, (partial, real), (chunks,), constants, warps=4, **options)
+    into = out
+    if a.is_complex():
+        a, b, into = torch.view_as_real(a), torch.view_as_real(b), torch.view_as_real(out)
+    if not waves:
+        launch(dot_chunks, sums.batch, (a, b, into), numbers, constants, warps=warps)
+        return out
+    partial = torch.empty(sums.batch * chunks * (2 if out.is_complex() else 1), dtype=torch.float64, device=a.device)
+    launch(dot_chunks, sums.batch * chunks, (a, b, partial), numbers, constants, warps=warps)
+    launch(sum_chunks, sums.batch, (partial, into), (chunks,), second, warps=4, **options)
     return out
 
 
-def _sum_chunkwise(a, b, into, out, sums, chunks, block, warps, overlap) -> None:
-    from turnout.ops.dot.kernels import dot_chunks
-    from turnout.ops.launching import launch
-
-    strides = (sums.a_stride, sums.b_stride, sums.a_batch_stride, sums.b_batch_stride)
-    if out.is_complex():
-        a, b, strides = torch.view_as_real(a), torch.view_as_real(b), tuple(2 * stride for stride in strides)
-        into = torch.view_as_real(into) if into.is_complex() else into
-    constants = {"BLOCK": block, "COMPLEX": out.is_complex(), "OVERLAP": overlap}
-    launch(dot_chunks, sums.batch * chunks, (a, b, into), (sums.length, chunks, *strides), constants, warps=warps)
-
-
-def sum_on_cpu(a: Tensor, b: Tensor, sums: Contraction) -> Tensor:
+def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
     """Fixed chunks over torch's threads, added up in float64."""
     import numpy as np
 
     from turnout.ops.dot.cpu_kernels import CHUNK, sum_bfloat16, sum_float16, sum_float32
     from turnout.ops.threads import split
 
+    sums = problem.contraction()
     kernel = {torch.float32: sum_float32, torch.bfloat16: sum_bfloat16, torch.float16: sum_float16}[a.dtype]
-    x, y = (t.detach().as_strided((sums.length,), (1,)) for t in (a, b))
-    if a.dtype is not torch.float32:
-        x, y = x.view(torch.uint16), y.view(torch.uint16)
-    xs, ys = x.numpy(), y.numpy()
-    totals = np.empty(-(-sums.length // CHUNK))
-    split(lambda first, last: kernel(xs, ys, first, last, totals), totals.size)
-    return torch.tensor(totals.sum(), dtype=torch.float64).to(a.dtype).reshape(sums.output)
+    steps = sums.a_batch_stride, sums.b_batch_stride
+    flat = [t.detach().as_strided(((sums.batch - 1) * step + sums.length,), (1,)) for t, step in zip((a, b), steps, strict=True)]
+    x, y = [(t if a.dtype is torch.float32 else t.view(torch.uint16)).numpy() for t in flat]
+    totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
+    split(lambda first, last: kernel(x, y, *steps, sums.length, first, last, totals.reshape(-1)), totals.size)
+    return torch.from_numpy(totals.sum(1)).to(a.dtype).reshape(sums.output)

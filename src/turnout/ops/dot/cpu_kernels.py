@@ -36,31 +36,29 @@ def from_float16(typing_context, bits):
     return types.float32(types.uint16), emit
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_REORDER)
-def sum_float32(a, b, first, last, out):
-    for chunk in range(first, last):
-        x, y = a[chunk * CHUNK : (chunk + 1) * CHUNK], b[chunk * CHUNK : (chunk + 1) * CHUNK]
-        total = 0.0
-        for i in range(x.size):
-            total += np.float64(x[i]) * np.float64(y[i])
-        out[chunk] = total
+def _kernel(widen, zero):
+    """Part p of `out` is one chunk of one sum: products of a[row * a_step + i] and b[row * b_step + i]."""
+
+    @numba.njit(nogil=True, fastmath=_REORDER)
+    def sum_chunks(a, b, a_step, b_step, length, first, last, out):
+        per_sum = (length + CHUNK - 1) // CHUNK
+        for part in range(first, last):
+            row, start = part // per_sum, (part % per_sum) * CHUNK
+            stop = min(start + CHUNK, length)
+            x, y = a[row * a_step + start : row * a_step + stop], b[row * b_step + start : row * b_step + stop]
+            total = zero
+            for i in range(x.size):
+                total += widen(x[i]) * widen(y[i])
+            out[part] = total
+
+    return sum_chunks
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_REORDER)
-def sum_bfloat16(a, b, first, last, out):
-    for chunk in range(first, last):
-        x, y = a[chunk * CHUNK : (chunk + 1) * CHUNK], b[chunk * CHUNK : (chunk + 1) * CHUNK]
-        total = np.float32(0)
-        for i in range(x.size):
-            total += from_bfloat16(x[i]) * from_bfloat16(y[i])
-        out[chunk] = total
+@numba.njit(inline="always")
+def from_float32(x):
+    return np.float64(x)
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_REORDER)
-def sum_float16(a, b, first, last, out):
-    for chunk in range(first, last):
-        x, y = a[chunk * CHUNK : (chunk + 1) * CHUNK], b[chunk * CHUNK : (chunk + 1) * CHUNK]
-        total = np.float32(0)
-        for i in range(x.size):
-            total += from_float16(x[i]) * from_float16(y[i])
-        out[chunk] = total
+sum_float32 = _kernel(from_float32, np.float64(0))
+sum_bfloat16 = _kernel(from_bfloat16, np.float32(0))
+sum_float16 = _kernel(from_float16, np.float32(0))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, sum_in_one_launch, sum_in_two_stages, sum_on_cpu
+from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, sum_on_cpu, sum_on_gpu
 from turnout.ops.inner import INNER
 
 
 @INNER.route("single-launch", **SINGLE_LAUNCH)
 def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sum_in_one_launch(a, b, INNER.problem(a, b).contraction(), block=block, warps=warps)
+    return sum_on_gpu(a, b, INNER.problem(a, b), block=block, warps=warps)
 
 
 @INNER.route("two-stage", **TWO_STAGE)
 def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sum_in_two_stages(a, b, INNER.problem(a, b).contraction(), block=block, warps=warps, waves=waves)
+    return sum_on_gpu(a, b, INNER.problem(a, b), block=block, warps=warps, waves=waves)
 
 
 @INNER.route("cpu-chunks", **CPU_CHUNKS)
 def cpu_chunks(a: Tensor, b: Tensor) -> Tensor:
-    return sum_on_cpu(a, b, INNER.problem(a, b).contraction())
+    return sum_on_cpu(a, b, INNER.problem(a, b))

@@ -1,0 +1,171 @@
+"""On a real GPU: every route x every case against float64, and what only a GPU shows: streams, graphs, big tensors, memory."""
+
+import threading
+
+import pytest
+import torch
+
+import turnout
+from tests.walk import gpu_routes, ops, random_call
+from turnout.routing.device import Device
+from turnout.routing.op import OPS
+from turnout.routing.tune import peak_mib
+from turnout.routing.verify import Trial, outputs
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+
+CASES = [(op, case) for op in OPS.values() for case in op.cases()]
+cases = pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op.name}-{case}".replace(" ", "-") for op, case in CASES])
+
+
+@cases
+def test_every_route_takes_every_case_right(op, case):
+    args = op.arguments(*case.make(GPU, 1))
+    trial = Trial(op, args)
+    device, problem = Device.of(GPU), op.problem(*args)
+    for route in op.routes.values():
+        if any(route.refuses(problem, device)):
+            continue
+        for config in route.configs(problem, device):
+            run = lambda *a, route=route, config=config: route.run(*a, **config)  # noqa: E731
+            assert trial.complaint(route.numerics, run) is None, (route.name, config)
+            found, again = outputs(op, run, args), outputs(op, run, args)
+            assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
+
+
+@gpu_routes
+def test_random_layouts_are_exact(op, route):
+    taken = 0
+    device = Device.of(GPU)
+    for seed in range(150):
+        args = random_call(op, seed, GPU)
+        if any(route.refuses(op.problem(*args), device)):
+            continue
+        taken += 1
+        for config in route.configs(op.problem(*args), device):
+            found = outputs(op, lambda *a, config=config: route.run(*a, **config), args)
+            assert all(torch.equal(x, y) for x, y in zip(found, outputs(op, op.reference, args), strict=True)), seed
+    assert taken > 5
+
+
+def usable_call(op, route, floating=True):
+    for seed in range(2000):
+        args = random_call(op, seed, GPU)
+        kind = args[0].dtype
+        if (kind.is_floating_point or not floating) and args[0].numel() > 8 and not any(route.refuses(op.problem(*args), Device.of(GPU))):
+            return args
+    raise AssertionError("no call found")
+
+
+@gpu_routes
+def test_pinned_under_opcheck_compile_and_gradients(op, route):
+    args = usable_call(op, route)
+    expected = outputs(op, op.reference, args)
+    with turnout.pin(**{op.name: route.name}):
+        torch.library.opcheck(op.opaque, args)
+        torch.compiler.reset()
+        compiled = torch.compile(lambda *a: op(*a), fullgraph=True)
+        assert all(torch.equal(x, y) for x, y in zip(outputs(op, compiled, args), expected, strict=True))
+        if op.mutates:
+            return
+        ours = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+        theirs = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+        sum(y.float().sum() for y in outputs(op, op, tuple(ours))).backward()
+        sum(y.float().sum() for y in outputs(op, op.reference, tuple(theirs))).backward()
+    for x, y in zip(ours, theirs, strict=True):
+        if isinstance(x, torch.Tensor) and x.is_floating_point():
+            torch.testing.assert_close(x.grad, y.grad)
+
+
+@gpu_routes
+def test_graph_capture_side_stream_and_threads(op, route):
+    args = usable_call(op, route)
+    expected = outputs(op, op.reference, args)
+
+    def right(found):
+        return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+    with turnout.pin(**{op.name: route.name}):
+        assert right(outputs(op, op, args))
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = outputs(op, op, args)
+        stream.synchronize()
+        assert right(found)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = outputs(op, op, args)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert right(found)
+    problems = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()), turnout.pin(**{op.name: route.name}):
+            for _ in range(50):
+                found = outputs(op, op, args)
+                torch.cuda.current_stream().synchronize()
+                if not right(found):
+                    problems.append(found)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not problems
+
+
+@ops
+def test_unaligned_views(op):
+    """A view that starts at an odd element has no 16-byte alignment; kept kernels must not be taken for another alignment."""
+    for seed in range(40):
+        args = random_call(op, seed, GPU)
+        if args[0].dtype is not torch.bfloat16:
+            continue
+        shifted = tuple(torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
+        for given in (args, shifted, args):
+            assert all(torch.equal(x, y) for x, y in zip(outputs(op, op, given), outputs(op, op.reference, given), strict=True))
+
+
+@pytest.mark.parametrize("name", ["single-launch", "two-stage"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_more_than_2_31_elements(name, dtype):
+    length = 2**31 + 12345
+    a = torch.zeros(length, dtype=dtype, device=GPU)
+    b = torch.zeros(length, dtype=dtype, device=GPU)
+    for place, value in ((0, 1.0), (2**31 - 1, 2.0), (2**31, 3.0), (length - 1, 4.0)):
+        a[place], b[place] = value, value
+    with turnout.pin(dot=name, matmul=name):
+        assert turnout.dot(a, b).item() == 30
+        assert turnout.matmul(a[None], b[:, None]).item() == 30
+    strided = torch.zeros(3, 2**30, dtype=dtype, device=GPU)  # places times strides pass 2^31
+    strided[2] = 1
+    column = strided[:, -1]
+    with turnout.pin(dot=name):
+        assert turnout.dot(column, column).item() == 1
+
+
+@pytest.mark.parametrize("name", ["single-launch", "two-stage"])
+def test_memory_is_a_constant(name):
+    a, b = torch.randn(10_000_000, device=GPU), torch.randn(10_000_000, device=GPU)
+    with turnout.pin(dot=name):
+        turnout.dot(a, b)
+        assert peak_mib(turnout.dot, (a, b)) < 0.1
+
+
+def test_mixed_devices_raise_what_torch_raises():
+    with pytest.raises(RuntimeError) as theirs:
+        torch.dot(torch.ones(3, device=GPU), torch.ones(3))
+    with pytest.raises(RuntimeError) as ours:
+        turnout.dot(torch.ones(3, device=GPU), torch.ones(3))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_launch_goes_to_the_device_of_the_tensors():
+    """The launch goes to the tensors' device and its current stream, whatever the current device is."""
+    with torch.cuda.device(torch.cuda.device_count() - 1):
+        a = torch.ones(1000, device=torch.device("cuda", 0))
+        with turnout.pin(dot="two-stage"):
+            assert turnout.dot(a, a).item() == 1000
