@@ -14,6 +14,8 @@ CPU = torch.device("cpu")
 H200 = Device.named("h200")
 
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+
+
 def random_call(op, seed, device):
     """The reference's arguments of a random valid call."""
     made = importlib.import_module(op._cases).random_call(random.Random(seed), device)

@@ -113,7 +113,9 @@ def _options(words: list[str]) -> dict[str, list[int]]:
     if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
         raise ValueError(f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1")
     try:
-        return {name[2:].replace("-", "_"): [int(n) for n in value.split(",") if n] for name, value in zip(flat[::2], flat[1::2], strict=True)}
+        return {
+            name[2:].replace("-", "_"): [int(n) for n in value.split(",") if n] for name, value in zip(flat[::2], flat[1::2], strict=True)
+        }
     except ValueError as mistake:
         raise ValueError(f"{' '.join(words)!r}: shapes are whole numbers with commas between, like 1,4096") from mistake
 
@@ -134,7 +136,9 @@ def _dtype(name: str) -> Any:
 
 @app.command()
 def bench(
-    op: Annotated[str | None, typer.Argument(help="One op, or [bold]router[/bold] for what routing itself costs; default: every op.")] = None,
+    op: Annotated[
+        str | None, typer.Argument(help="One op, or [bold]router[/bold] for what routing itself costs; default: every op.")
+    ] = None,
     device: Where = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
@@ -147,7 +151,8 @@ def bench(
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """
     import turnout
-    from turnout.bench import report, roofline as picture, sweep  # noqa: I001
+    from turnout.bench import report, sweep
+    from turnout.bench import roofline as picture
     from turnout.bench.router import measure_router
     from turnout.routing.device import Device
     from turnout.routing.op import OPS, op_named
@@ -218,6 +223,12 @@ def tune(
     table = report.table("op", "problem", "fastest", "us", "reference, us")
     for row in rows:
         best = min(row.us, key=row.us.__getitem__)
-        table.add_row(row.op, str({k: v for k, v in row.problem.items() if "strides" not in k}), best, f"{row.us[best]:.1f}", f"{row.us['reference']:.1f}")
+        table.add_row(
+            row.op,
+            str({k: v for k, v in row.problem.items() if "strides" not in k}),
+            best,
+            f"{row.us[best]:.1f}",
+            f"{row.us['reference']:.1f}",
+        )
     console.print(table)
     console.print(f"{len(rows)} rows in {export or folder(Device.of(where))}", highlight=False)

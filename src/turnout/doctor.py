@@ -51,8 +51,10 @@ def known_bad() -> list[Check]:
     pair = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if pair in ((2, 9), (2, 10)) and cudnn and 90800 <= cudnn < 91500:
-        found.append(Check("cuDNN", "warning", f"torch {torch.__version__} with cuDNN {cudnn} runs half-precision conv3d without cuDNN: 4x slower, "
-                           "several times the memory (pytorch #166122); install nvidia-cudnn 9.15 or newer, or torch 2.11"))  # fmt: skip
+        slow = "runs half-precision conv3d without cuDNN: 4x slower, several times the memory (pytorch #166122)"
+        found.append(
+            Check("cuDNN", "warning", f"torch {torch.__version__} with cuDNN {cudnn} {slow}; take nvidia-cudnn 9.15 or torch 2.11")
+        )
     if torch.version.hip and torch.backends.cudnn.benchmark:
         found.append(Check("cudnn.benchmark", "warning", "on ROCm it searches for minutes at each new shape; set it to False"))
     triton = _version("triton")
@@ -78,7 +80,9 @@ def tables() -> list[Check]:
     for where in _devices():
         device = Device.of(where)
         known = Tables.for_device(device)
-        found.append(Check(f"tables for {device.name}", "ok", f"{len(known.here.rows)} rows measured here, {len(known.shipped.rows)} shipped"))
+        found.append(
+            Check(f"tables for {device.name}", "ok", f"{len(known.here.rows)} rows measured here, {len(known.shipped.rows)} shipped")
+        )
     return found
 
 

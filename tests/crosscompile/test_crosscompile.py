@@ -11,7 +11,14 @@ from turnout.ops import launching
 from turnout.routing.device import Device
 
 CARDS = {"a100": 80, "h200": 90, "b200": 100}
-TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 class Compiler:

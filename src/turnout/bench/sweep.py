@@ -42,7 +42,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 @torch.no_grad()
-def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.device, ceiling: dict[str, float], seconds: float) -> dict[str, Any]:
+def sweep_case(
+    op: Op, public: Callable[..., Any], case: Case, device: torch.device, ceiling: dict[str, float], seconds: float
+) -> dict[str, Any]:
     """One row: the public call as it is routed, every route in the configuration it would get, and the peers."""
     public_args = case.make(device, 0)
     args = op.arguments(*public_args)
@@ -89,7 +91,9 @@ def sweep_case(op: Op, public: Callable[..., Any], case: Case, device: torch.dev
         "bound_us": round(1e6 * bound, 3),
         "error": float(f"{trial.error(op):.3g}"),
         "reference_error": float(f"{trial.error(op.reference):.3g}"),
-        "peak_mib": {name: peak_mib(run, public_args) for name, run in {"turnout": public, **peers}.items()} if device.type == "cuda" else {},
+        "peak_mib": {name: peak_mib(run, public_args) for name, run in {"turnout": public, **peers}.items()}
+        if device.type == "cuda"
+        else {},
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
         "versions": versions(),

@@ -18,7 +18,8 @@ _compiled: dict[tuple, Any] = {}
 
 
 def launch(
-    kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple, constants: Mapping[str, Any], *, warps: int, **options: Any
+    kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple, constants: Mapping[str, Any],
+    *, warps: int, **options: Any,
 ) -> None:  # fmt: skip
     """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants (in that order), on the current
     stream of the first tensor's device. A tensor that is not there is None."""
@@ -29,7 +30,7 @@ def launch(
             return launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
     fixed = tuple(constants.values())
     addresses = [None if x is None else x.data_ptr() for x in tensors]
-    kinds = tuple([None if x is None else (x.dtype, address % 16) for x, address in zip(tensors, addresses, strict=True)])
+    kinds = tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors])
     key = (kernel.fn, device, kinds, numbers, fixed, warps, *options.items())
     compiled = _compiled.get(key)
     if compiled is not None:

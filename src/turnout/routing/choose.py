@@ -130,7 +130,9 @@ def choose(
             configs = op.routes[best].configs(problem, device)
             return verdict(best, "model", f"estimated {gain:.2f}x the reference", configs[0] if configs else None)
         return verdict(REFERENCE, "model", f"nothing is estimated to beat it by {MODEL_MARGIN - 1:.0%}")
-    return verdict(REFERENCE, REFERENCE, "no other route can take this call" if len(refused) == len(op.routes) else "costs are unknown on this device")
+    return verdict(
+        REFERENCE, REFERENCE, "no other route can take this call" if len(refused) == len(op.routes) else "costs are unknown on this device"
+    )
 
 
 def plain_problem(problem: Any) -> str:

@@ -121,13 +121,13 @@ def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, singl
 # a block may use in KiB, memory in TB/s, then TFLOP/s for fp16 and bf16 with fp32 accumulation, TF32, plain fp32.
 KNOWN = (
     _gpu("NVIDIA H200", (9, 0), 132, 60, 227, 4.8, 989.4, 494.7, 66.9, "NVIDIA H200 Tensor Core GPU datasheet; L2 as torch 2.11 reads it"),
-    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"),
-    _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 227, 2.0, 756, 378, 51.2, "NVIDIA H100 Tensor Core GPU architecture whitepaper, PCIe"),
+    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 architecture whitepaper, SXM5"),
+    _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 227, 2.0, 756, 378, 51.2, "NVIDIA H100 architecture whitepaper, PCIe"),
     _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 163, 2.039, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM"),
     _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 163, 1.555, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU architecture whitepaper"),
     _gpu("NVIDIA B200", (10, 0), 148, 126, 227, 8.0, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, one of eight"),
     _gpu("NVIDIA L40S", (8, 9), 142, 96, 99, 0.864, 362, 183, 91.6, "NVIDIA L40S datasheet"),
-    _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 99, 1.008, 165.2, 82.6, 82.6, "NVIDIA Ada GPU architecture whitepaper, appendix A"),
-    _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 99, 1.792, 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"),
-    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; cache is the Infinity Cache"),
+    _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 99, 1.008, 165.2, 82.6, 82.6, "NVIDIA Ada whitepaper, appendix A"),
+    _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 99, 1.792, 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell whitepaper, appendix A"),
+    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; its Infinity Cache"),
 )  # fmt: skip

@@ -37,7 +37,7 @@ _MOST_REMEMBERED = 4096
 AUTOGRAD_OVERHEAD = 12e-6
 
 
-_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -185,8 +185,8 @@ class Op:
         return functools.partial(self._drive, self.opaque if key.wants_grad else run, key.devices[0].type)
 
     def _drive(self, run: Callable[..., Any], device_type: str, *args: Any) -> Any:
-        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other kinds of
-        device. These are asked here and are not among the facts, so that a call which takes the reference does not pay for the questions."""
+        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other kinds
+        of device. That is asked here and is not among the facts: a call which takes the reference does not pay for the questions."""
         if _functorch_level() is not None or _count_modes() or any(isinstance(x, Tensor) and _is_odd(x, device_type) for x in args):
             return self.reference(*args)
         if self.autocast == "reference" and _autocasting():
@@ -322,10 +322,8 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def when_compiled(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
-        if all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride())):
-            if op.verdict(op.key(args)).chosen == REFERENCE:
-                return op.reference(*args)
-        return opaque(*args)
+        known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
+        return op.reference(*args) if known and op.verdict(op.key(args)).chosen == REFERENCE else opaque(*args)
 
     traced = f"{op.name}_when_compiled"
     _LIBRARY.define(traced + schema)
@@ -351,7 +349,7 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
         return found if isinstance(found, tuple) else (found,)
 
-    found, vjp = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
+    found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
     full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
     gradients = dict(zip(wanted, vjp(full), strict=True))
     return tuple(gradients.get(i) for i in range(len(inputs)))

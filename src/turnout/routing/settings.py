@@ -36,7 +36,9 @@ def from_environment() -> Settings:
     for part in filter(None, (p.strip() for p in os.environ.get("TURNOUT_PIN", "").split(","))):
         op, equals, route = part.partition("=")
         if not equals:
-            raise ValueError(f"TURNOUT_PIN has {part!r}, it needs op=route pairs with commas between: TURNOUT_PIN='dot=reference,matmul=as-dot'")
+            raise ValueError(
+                f"TURNOUT_PIN has {part!r}, it needs op=route pairs with commas between: TURNOUT_PIN='dot=reference,matmul=as-dot'"
+            )
         pins[op.strip()] = route.strip()
     check_pins(pins)
     return _settings(pins, check_level(os.environ.get("TURNOUT_NUMERICS", "close")))

@@ -37,8 +37,9 @@ def _definitions(home: Path) -> dict[str, tuple[str, frozenset[str]]]:
             continue
         seen.add(file)
         tree = ast.parse(file.read_text())
-        modules = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("turnout.ops.")]
-        waiting += [f for m in modules if (f := _ROOT.joinpath(*m.split(".")).with_suffix(".py")).exists()]
+        modules = [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
+        files = [_ROOT.joinpath(*m.split(".")).with_suffix(".py") for m in modules if m.startswith("turnout.ops.")]
+        waiting += [f for f in files if f.exists()]
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
                 node.decorator_list = []  # guards and costs may change without making a timing untrue

@@ -258,7 +258,7 @@ def _write(file: Path, value: Any) -> None:
 
 
 def export(rows: Iterable[Row], device: Device, path: Path) -> None:
-    """Write rows as a table to ship, one row a line so that a change reads well; rows of other problems that the file holds already stay."""
+    """Write rows as a table to ship, one row a line so that a change reads well; rows of other problems in the file stay."""
     found = _read(path)
     kept = found.get("rows", []) if isinstance(found, dict) and found.get("schema") == SCHEMA else []
     merged = {_identity(row): row for row in (*kept, *map(asdict, rows))}

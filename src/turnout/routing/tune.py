@@ -42,14 +42,18 @@ def tune(
         calls = [(known, known.name, lambda: known.arguments(*args, **kwargs))]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in ([op_named(op)] if op else OPS.values()) for c in o.cases()]
+        calls = [
+            (o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in ([op_named(op)] if op else OPS.values()) for c in o.cases()
+        ]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
         for known, label, make in calls:
             left = end - time.perf_counter()
             if rows and left <= 0:
-                warnings.warn(f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured", TurnoutWarning, stacklevel=2)
+                warnings.warn(
+                    f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured", TurnoutWarning, stacklevel=2
+                )
                 break
             step(label)
             row, where = measure(known, known.arguments(*make()), seconds=max(0.3, left / (len(calls) - len(rows))))
@@ -79,7 +83,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
             continue
         share = seconds / (2 * len(candidates))
         timings = time_variants(sound, inputs, where, cache=device.cache, rounds=10, seconds=share) if len(sound) > 1 else None
-        name = min(timings, key=lambda n: timings[n].us) if timings else next(iter(sound))
+        name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
         runs[route.name] = sound[name]
         best[route.name] = dict(getattr(sound[name], "keywords", {}))
     timings = time_variants(runs, inputs, where, cache=device.cache, seconds=seconds / 2)

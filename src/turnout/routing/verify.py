@@ -27,7 +27,9 @@ def widened(x: Any) -> Any:
 
 def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
     """Everything a run gives back, and everything it writes into, as one tuple; the given arguments stay as they are."""
-    args = tuple(x.clone() if name in op.mutates and isinstance(x, Tensor) else x for name, x in zip(op.signature.parameters, args, strict=True))
+    args = tuple(
+        x.clone() if name in op.mutates and isinstance(x, Tensor) else x for name, x in zip(op.signature.parameters, args, strict=True)
+    )
     found = run(*args)
     written = tuple(x for name, x in zip(op.signature.parameters, args, strict=True) if name in op.mutates)
     return (*(found if isinstance(found, (tuple, list)) else (found,)), *written)
@@ -75,12 +77,16 @@ class Trial:
         for output, reference in zip(found, self.expected, strict=True):
             if len(output) != len(reference):
                 return f"{len(output)} outputs, the reference gives {len(reference)}"
-            why = next((why for x, y in zip(output, reference, strict=True) if (why := _misfit(x, y, numerics == "exact")) is not None), None)
+            why = next(
+                (why for x, y in zip(output, reference, strict=True) if (why := _misfit(x, y, numerics == "exact")) is not None), None
+            )
             if why is not None:
                 return why
         if numerics != "close":
             return None
-        for output, reference, true in zip(*(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)), strict=True):
+        for output, reference, true in zip(
+            *(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)), strict=True
+        ):
             error, allowed = relative_error(output, true), allowed_error(reference, true)
             if not error <= allowed:
                 return f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"

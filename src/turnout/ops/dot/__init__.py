@@ -42,7 +42,8 @@ reference_cost = shared.cost(
 )
 
 DOT = Op(
-    "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work, cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore"
+    "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work,
+    cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore"
 )  # fmt: skip
 
 
@@ -56,4 +57,3 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     tensor(32.)
     """
     return DOT.call(a, b)
-

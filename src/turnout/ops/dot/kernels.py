@@ -5,6 +5,7 @@ Products of float32 are exact in float64 and are added there, so the result is t
 in float32 and are added there, lane by lane, then across lanes and chunks in float64. Neither is felt: the loads take longer.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportAssignmentType=false
 import triton
 import triton.language as tl
 
@@ -23,15 +24,14 @@ def products(a_ptr, b_ptr, at, a_stride, b_stride, keep, ACC: tl.constexpr, COMP
         a_real, a_imag = tl.split(a.to(ACC))
         b_real, b_imag = tl.split(b.to(ACC))
         return a_real * b_real - a_imag * b_imag, a_real * b_imag + a_imag * b_real
+    if MASKED:
+        a = tl.load(a_ptr + at * a_stride, mask=keep, other=0.0)
+        b = tl.load(b_ptr + at * b_stride, mask=keep, other=0.0)
     else:
-        if MASKED:
-            a = tl.load(a_ptr + at * a_stride, mask=keep, other=0.0)
-            b = tl.load(b_ptr + at * b_stride, mask=keep, other=0.0)
-        else:
-            a = tl.load(a_ptr + at * a_stride)
-            b = tl.load(b_ptr + at * b_stride)
-        product = a.to(ACC) * b.to(ACC)
-        return product, product
+        a = tl.load(a_ptr + at * a_stride)
+        b = tl.load(b_ptr + at * b_stride)
+    product = a.to(ACC) * b.to(ACC)
+    return product, product
 
 
 @triton.jit

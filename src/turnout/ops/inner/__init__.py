@@ -47,7 +47,8 @@ reference_cost = shared.cost(
 )
 
 INNER = Op(
-    "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work, cases="turnout.ops.inner.cases", family=shared.family
+    "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work,
+    cases="turnout.ops.inner.cases", family=shared.family
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from math import prod
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ class Matmul(NamedTuple):
 
     def contraction(self) -> shared.Contraction | str:
         """The sums this call takes, one per batch element, or why it is a matrix product."""
-        if not self.a or not self.b:
+        if len(self.a) == 0 or len(self.b) == 0:
             return f"shapes {list(self.a)} and {list(self.b)}, this route needs at least one dimension each"
         rows, cols = (self.a[-2] if len(self.a) > 1 else 1), (self.b[-1] if len(self.b) > 1 else 1)
         along = -2 if len(self.b) > 1 else -1
@@ -55,7 +56,7 @@ def even_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     moving = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1]
     if not moving:
         return 0
-    uneven = any(outer != inner * size for (_, outer), (size, inner) in zip(moving, moving[1:], strict=False))
+    uneven = any(outer != inner * size for (_, outer), (size, inner) in itertools.pairwise(moving))
     return None if uneven else moving[-1][1]
 
 
@@ -69,7 +70,8 @@ reference_cost = shared.cost(
 )
 
 MATMUL = Op(
-    "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work, cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast"
+    "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work,
+    cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast"
 )  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+# Everything below sets itself up: a fresh machine needs Python 3.10 or newer and make.
+PYTHON ?= python3
+RUN := .venv/bin/python
+STAMP := .venv/.made
+
+.PHONY: setup demo test lint gpu-test clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(RUN) -m pip install -q --upgrade pip
+	$(RUN) -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup
+	$(RUN) examples/first_call.py
+
+test: setup lint
+	$(RUN) -m pytest -q
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+# On a machine with a CUDA GPU, with whatever torch and triton it has.
+gpu-test:
+	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests
+
+clean:
+	rm -rf .venv dist build

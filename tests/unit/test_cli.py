@@ -1,0 +1,92 @@
+"""The command line as a person uses it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def turnout(*words, code=0):
+    done = subprocess.run([sys.executable, "-m", "turnout", *words], capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr + done.stdout
+
+
+def test_help_has_examples():
+    assert all(command in turnout("--help") for command in ("doctor", "explain", "bench", "tune"))
+    for command in ("doctor", "explain", "bench", "tune"):
+        assert "Example" in turnout(command, "--help")
+
+
+def test_explain_for_a_card_that_is_not_here():
+    said = turnout("explain", "matmul", "--a", "1,50000000", "--b", "50000000,1", "--dtype", "bf16", "--device", "h200")
+    assert "NVIDIA H200" in said
+    assert "two-stage" in said
+    told = json.loads(turnout("explain", "dot", "--a=3", "--b=3", "--device", "a100", "--json"))
+    assert told["device"] == "NVIDIA A100-SXM4-80GB"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("explain", "nope"), "op 'nope' is not known; one of:"), (("explain", "dot", "--a", "3"), "dot needs --b"),
+        (("explain", "dot", "--a", "x", "--b", "3"), "whole numbers with commas"),
+        (("explain", "dot", "--c", "3"), "has no argument c; it has: a, b"),
+        (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),
+        (("explain", "dot", "3"), "cannot be read"),
+        (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"), (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
+        (("tune", "nope"), "op 'nope' is not known"), (("tune", "dot", "--budget", "-1"), "more than 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_with_one_line(words, said):
+    out = turnout(*words, code=2)
+    assert said in " ".join(out.split())
+    assert "Traceback" not in out
+
+
+def test_doctor():
+    told = json.loads(turnout("doctor", "--json"))
+    assert told["environment"]["devices"][0] == "cpu"
+    states = {check["what"]: check["state"] for check in told["checks"]}
+    assert states["dot cpu-chunks on cpu"] == "ok"
+    assert states["dot two-stage on cpu"] == "refused"
+    assert "failed" not in states.values()
+    assert "agrees with the reference" in turnout("doctor")
+
+
+def test_bench_writes_rows_and_a_picture(tmp_path):
+    picture = tmp_path / "roof.png"
+    words = ("bench", "dot", "--only", "K=4096", "--seconds", "0.1", "--device", "cpu")
+    said = turnout(*words, "--out", str(tmp_path), "--roofline", str(picture))
+    assert "reference" in said
+    rows = [json.loads(line) for line in (tmp_path / "cpu" / "dot.jsonl").read_text().splitlines()]
+    fields = [
+        "op",
+        "case",
+        "problem",
+        "dtype",
+        "chosen",
+        "us",
+        "iqr",
+        "bound_us",
+        "error",
+        "reference_error",
+        "peak_mib",
+        "device",
+        "versions",
+    ]
+    assert all(set(fields) <= set(row) for row in rows)
+    assert all("peer:torch.dot" in row["us"] for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tune_and_export(tmp_path):
+    words = ("tune", "dot", "--budget", "2", "--device", "cpu", "--export", str(tmp_path / "t.json"))
+    assert "rows in" in turnout(*words)
+    assert json.loads((tmp_path / "t.json").read_text())["rows"]
+
+
+def test_bench_router():
+    told = json.loads(turnout("bench", "router", "--json"))
+    assert set(told["dot"]) == {"torch_us", "turnout_us", "added_us"}
