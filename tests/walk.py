@@ -9,17 +9,26 @@ import torch
 import turnout  # noqa: F401
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
+from turnout.routing.verify import outputs
 
 CPU = torch.device("cpu")
 H200 = Device.named("h200")
 
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
+contractions = pytest.mark.parametrize("op", [OPS[name] for name in ("dot", "inner", "matmul")], ids=["dot", "inner", "matmul"])
 
 
 def random_call(op, seed, device):
     """The reference's arguments of a random valid call."""
     made = importlib.import_module(op._cases).random_call(random.Random(seed), device)
     return op.arguments(*made)
+
+
+def equal(op, run, args):
+    """Whether a run gives what the reference gives: outputs and what it writes into, values, dtypes, strides."""
+    found, expected = outputs(op, run, args), outputs(op, op.reference, args)
+    same = [x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride()) and torch.equal(x, y) for x, y in zip(found, expected)]  # noqa: B905
+    return len(found) == len(expected) and all(same)
 
 
 def calls(op, route, device, target, count, seeds=range(100_000)):

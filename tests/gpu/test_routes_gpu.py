@@ -1,12 +1,13 @@
 """On a real GPU: every route x every case against float64, and what only a GPU shows: streams, graphs, big tensors, memory."""
 
+import functools
 import threading
 
 import pytest
 import torch
 
 import turnout
-from tests.walk import gpu_routes, ops, random_call
+from tests.walk import contractions, equal, gpu_routes, random_call
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.tune import peak_mib
@@ -28,7 +29,7 @@ def test_every_route_takes_every_case_right(op, case):
         if any(route.refuses(problem, device)):
             continue
         for config in route.configs(problem, device):
-            run = lambda *a, route=route, config=config: route.run(*a, **config)  # noqa: E731
+            run = functools.partial(route.run, **config)
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
             assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
@@ -44,8 +45,7 @@ def test_random_layouts_are_exact(op, route):
             continue
         taken += 1
         for config in route.configs(op.problem(*args), device):
-            found = outputs(op, lambda *a, config=config: route.run(*a, **config), args)
-            assert all(torch.equal(x, y) for x, y in zip(found, outputs(op, op.reference, args), strict=True)), seed
+            assert equal(op, functools.partial(route.run, **config), args), seed
     assert taken > 5
 
 
@@ -61,12 +61,11 @@ def usable_call(op, route, floating=True):
 @gpu_routes
 def test_pinned_under_opcheck_compile_and_gradients(op, route):
     args = usable_call(op, route)
-    expected = outputs(op, op.reference, args)
     with turnout.pin(**{op.name: route.name}):
         torch.library.opcheck(op.opaque, args)
         torch.compiler.reset()
         compiled = torch.compile(lambda *a: op(*a), fullgraph=True)
-        assert all(torch.equal(x, y) for x, y in zip(outputs(op, compiled, args), expected, strict=True))
+        assert equal(op, compiled, args)
         if op.mutates:
             return
         ours = [x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
@@ -117,7 +116,7 @@ def test_graph_capture_side_stream_and_threads(op, route):
     assert not problems
 
 
-@ops
+@contractions
 def test_unaligned_views(op):
     """A view that starts at an odd element has no 16-byte alignment; kept kernels must not be taken for another alignment."""
     for seed in range(40):
@@ -126,7 +125,7 @@ def test_unaligned_views(op):
             continue
         shifted = tuple(torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
         for given in (args, shifted, args):
-            assert all(torch.equal(x, y) for x, y in zip(outputs(op, op, given), outputs(op, op.reference, given), strict=True))
+            assert equal(op, op, given)
 
 
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])
