@@ -15,6 +15,7 @@ from turnout.routing.op import OPS, Op, Route
 from turnout.routing.table import Tables, folder
 from turnout.routing.verify import Trial
 
+_SMALL_CASES = 4  # cases come small ones first; a check that takes a minute is no check
 _PACKAGES = ("torch", "triton", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")
 
 
@@ -87,23 +88,16 @@ def tables() -> list[Check]:
 
 
 def routes() -> list[Check]:
-    """Run the smallest case of every op down every route that takes it, on every device here."""
+    """Run every route on the first of the op's small cases that it takes, on every device here."""
     found = []
     for where in _devices():
         for op in OPS.values():
-            taken: dict[str, Check] = {}
-            for case in op.cases():
-                args = op.arguments(*case.make(where, 0)) if len(taken) < len(op.routes) else None
-                if args is None:
-                    break
-                for route in op.routes.values():
-                    if route.name not in taken and not any(route.refuses(op.problem(*args), Device.of(where))):
-                        taken[route.name] = _check(op, route, args, f"{op.name} {route.name} on {where}")
-                if case is op.cases()[3]:  # small cases only: a check of a minute is no check
-                    break
+            calls = [op.arguments(*case.make(where, 0)) for case in op.cases()[:_SMALL_CASES]]
             for route in op.routes.values():
-                why = "; ".join(route.refuses(op.problem(*op.arguments(*op.cases()[0].make(where, 0))), Device.of(where)))
-                found.append(taken.get(route.name, Check(f"{op.name} {route.name} on {where}", "refused", why)))
+                reasons = [list(route.refuses(op.problem(*args), Device.of(where))) for args in calls]
+                taken = next((args for args, why in zip(calls, reasons, strict=True) if not why), None)
+                what = f"{op.name} {route.name} on {where}"
+                found.append(Check(what, "refused", "; ".join(reasons[0])) if taken is None else _check(op, route, taken, what))
     return found
 
 

@@ -88,13 +88,14 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
 
 
 def _host_time(run: Callable[..., Any], args: tuple) -> float:
-    """Microseconds the host spends on one call, among calls in a row."""
-    before = time.perf_counter()
+    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold caches."""
+    spent = []
     for _ in range(_HOST_CALLS):
+        before = time.perf_counter()
         run(*args)
-    spent = 1e6 * (time.perf_counter() - before) / _HOST_CALLS
+        spent.append(time.perf_counter() - before)
     torch.cuda.synchronize()
-    return spent
+    return 1e6 * statistics.median(spent)
 
 
 def _summary(device_us: Sequence[float], host_us: Sequence[float]) -> Timing:

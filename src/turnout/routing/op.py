@@ -182,21 +182,27 @@ class Op:
         run = self.routes[verdict.chosen].run
         if verdict.config:
             run = functools.partial(run, **verdict.config)
-        return functools.partial(self._drive, self.opaque if key.wants_grad else run, key.devices[0].type)
+        return self._driven(self.opaque if key.wants_grad else run, key)
 
-    def _drive(self, run: Callable[..., Any], device_type: str, *args: Any) -> Any:
-        """Run a route. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other kinds
-        of device. That is asked here and is not among the facts: a call which takes the reference does not pay for the questions."""
-        if _functorch_level() is not None or _count_modes() or any(isinstance(x, Tensor) and _is_odd(x, device_type) for x in args):
-            return self.reference(*args)
-        if self.autocast == "reference" and _autocasting():
-            return self.reference(*args)
-        try:
-            return run(*args)
-        except Exception as failure:
-            if run is self.opaque or not _is_launch_failure(failure):
-                raise
-            return self._fall_through(failure, args)
+    def _driven(self, run: Callable[..., Any], key: Key) -> Callable[..., Any]:
+        """A route as it is run. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other
+        kinds of device. That is asked here and is not among the facts: a call which takes the reference does not pay for the questions."""
+        reference, on_cpu, minds_autocast = self.reference, key.devices[0].type == "cpu", self.autocast == "reference"
+
+        def drive(*args: Any) -> Any:
+            if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
+                return reference(*args)
+            for x in args:
+                if isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or not (x.is_cpu if on_cpu else x.is_cuda)):
+                    return reference(*args)
+            try:
+                return run(*args)
+            except Exception as failure:
+                if run is self.opaque or not _is_launch_failure(failure):
+                    raise
+                return self._fall_through(failure, args)
+
+        return drive
 
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
@@ -277,10 +283,6 @@ def {op.name}({arguments}):
     }  # fmt: skip
     exec(source, known)
     return known[op.name]
-
-
-def _is_odd(x: Tensor, device_type: str) -> bool:
-    return x.is_neg() or (x.is_complex() and x.is_conj()) or x.device.type != device_type
 
 
 def forget_choices() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
+from turnout.ops.launching import launch
 from turnout.routing.device import Device
 from turnout.routing.op import Work
 
@@ -162,12 +163,17 @@ def plan(problem: Any, where: torch.device, block: int, waves: int) -> Plan:
     return Plan(sums, chunks, (sums.length, chunks, *strides), {"BLOCK": block, **flags}, second, {"launch_pdl": True} if overlap else {})
 
 
+@functools.cache
+def _kernels() -> tuple[Any, Any]:
+    from turnout.ops.dot.kernels import dot_chunks, sum_chunks
+
+    return dot_chunks, sum_chunks
+
+
 def sum_on_gpu(a: Tensor, b: Tensor, problem: Any, *, block: int, warps: int, waves: int = 0) -> Tensor:
     """Each sum is the work of one program, or with waves of as many as fill the card so many times; a second kernel then adds up
     what they found."""
-    from turnout.ops.dot.kernels import dot_chunks, sum_chunks
-    from turnout.ops.launching import launch
-
+    dot_chunks, sum_chunks = _kernels()
     sums, chunks, numbers, constants, second, options = plan(problem, a.device, block, waves)
     out = torch.empty(sums.output, dtype=a.dtype, device=a.device)
     into = out
