@@ -1,7 +1,7 @@
 """turnout: every op down the fastest track that is right for its shape, dtype, layout and device."""
 
 from turnout.asking import explain, routes
-from turnout.ops import dot, inner, matmul
+from turnout.ops import causal_conv1d, causal_conv1d_update, dot, inner, matmul
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
@@ -13,6 +13,8 @@ __all__ = [
     "Refused",
     "TurnoutWarning",
     "Verdict",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "dot",
     "explain",
     "inner",

@@ -136,16 +136,14 @@ def _dtype(name: str) -> Any:
 
 @app.command()
 def bench(
-    op: Annotated[
-        str | None, typer.Argument(help="One op, or [bold]router[/bold] for what routing itself costs; default: every op.")
-    ] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
     device: Where = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="A folder for <op>.jsonl, e.g. benchmarks/results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, e.g. benchmarks/results.")] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
     json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
 
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
@@ -157,20 +155,27 @@ def bench(
     from turnout.routing.device import Device
     from turnout.routing.op import OPS, op_named
 
-    if op == "router":
+    if ops == ["router"]:
         return _show_router(measure_router(), json)
-    where = _device(device)
-    rows: list[dict[str, Any]] = []
-    for known in [op_named(op)] if op else list(OPS.values()):
-        cases = [case for case in known.cases() if only in str(case)]
-        if not cases:
+    chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
+    for known in chosen:
+        if not any(only in str(case) for case in known.cases()):
             raise ValueError(f"no case of {known.name} contains {only!r}; the cases are: {', '.join(map(str, known.cases()))}")
-        public = getattr(turnout, known.name, known)
-        steps = sweep.sweep(known, public, where, seconds=seconds, only=only)
-        found = list(track(steps, f"{known.name}", total=len(cases), console=errors, disable=json))
+    where = _device(device)
+    ceiling = sweep.ceilings(where)
+    rows: list[dict[str, Any]] = []
+    for known in chosen:
+        path = None if out is None else out / Device.of(where).slug / f"{known.name}.jsonl"
+        if path is not None:
+            path.unlink(missing_ok=True)
+        found = []
+        cases = sum(only in str(case) for case in known.cases())
+        steps = sweep.sweep(known, getattr(turnout, known.name, known), where, ceiling, seconds=seconds, only=only)
+        for row in track(steps, known.name, total=cases, console=errors, disable=json):
+            found.append(row)
+            if path is not None:
+                sweep.append_row(row, path)
         rows += found
-        if out is not None:
-            sweep.write_rows(found, out / Device.of(where).slug / f"{known.name}.jsonl")
         if not json:
             report.show(found, console)
     if json:
@@ -197,7 +202,7 @@ def _show_router(found: dict[str, dict[str, float]], json: bool) -> None:
 
 @app.command()
 def tune(
-    op: Annotated[str | None, typer.Argument(help="One op; default: every op.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops; default: every op.")] = None,
     budget: Annotated[float, typer.Option(help="Stop after this many seconds; what was measured is kept.")] = 60.0,
     device: Where = None,
     export: Annotated[Path | None, typer.Option(help="Write the rows into this table to ship, instead of keeping them here.")] = None,
@@ -214,7 +219,7 @@ def tune(
     from turnout.routing.table import folder
 
     where = _device(device)
-    rows = turnout.tune(op, budget=budget, device=where, save=export is None, progress=not json)
+    rows = turnout.tune(ops, budget=budget, device=where, save=export is None, progress=not json)
     if export is not None:
         write(rows, Device.of(where), export)
     if json:

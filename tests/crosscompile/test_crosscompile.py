@@ -8,11 +8,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.walk import random_call, routes
+from tests.walk import gpu_routes, random_call
 from turnout.ops import launching
 from turnout.routing.device import Device
 
 CARDS = {"a100": 80, "h200": 90, "b200": 100}
+KINDS = (torch.bfloat16, torch.float32, torch.complex64)  # the interpreter runs float32 and float16; bfloat16 is compiled only here
 TYPES = {
     torch.float64: "fp64",
     torch.float32: "fp32",
@@ -48,7 +49,7 @@ class Compiler:
 
 
 @pytest.mark.parametrize("card", CARDS)
-@routes
+@gpu_routes
 def test_compiles(op, route, card, monkeypatch):
     device, compiler = Device.named(card), Compiler(CARDS[card])
     real = launching.launch
@@ -59,18 +60,17 @@ def test_compiles(op, route, card, monkeypatch):
         if getattr(module, "launch", None) is real:
             monkeypatch.setattr(module, "launch", compiler)
     monkeypatch.setattr(Device, "of", lambda where: device)
-    seen = set()
+    seen: set[torch.dtype] = set()
     for seed in range(400):
         args = random_call(op, seed, torch.device("cpu"))
-        problem = op.problem(*args)
-        kind = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
-        dense = all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor))
-        if (kind, dense) in seen or any(route.refuses(problem, device)):
+        problem, kind = op.problem(*args), args[0].dtype
+        if kind in seen or kind not in KINDS or any(route.refuses(problem, device)):
             continue
-        seen.add((kind, dense))
-        for config in route.configs(problem, device):
+        seen.add(kind)
+        configs = list(route.configs(problem, device))
+        for config in configs if card == "h200" and kind is torch.bfloat16 else configs[:1]:
             route.run(*args, **config)
+    assert seen
+    assert compiler.compiled
     for kernel in compiler.compiled.values():
         assert kernel.metadata.shared <= device.shared
-    if seen and compiler.compiled and any(torch.bfloat16 in kind for kind, _ in seen):
-        assert any("bf16" in str(key) for key in compiler.compiled)

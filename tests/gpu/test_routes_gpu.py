@@ -39,7 +39,7 @@ def test_every_route_takes_every_case_right(op, case):
 def test_random_layouts_are_exact(op, route):
     taken = 0
     device = Device.of(GPU)
-    for seed in range(150):
+    for seed in range(80):
         args = random_call(op, seed, GPU)
         if any(route.refuses(op.problem(*args), device)):
             continue
@@ -49,11 +49,14 @@ def test_random_layouts_are_exact(op, route):
     assert taken > 5
 
 
-def usable_call(op, route, floating=True):
-    for seed in range(2000):
+def usable_call(op, route):
+    """A floating-point call that the route takes, in layouts that a clone keeps."""
+    for seed in range(4000):
         args = random_call(op, seed, GPU)
-        kind = args[0].dtype
-        if (kind.is_floating_point or not floating) and args[0].numel() > 8 and not any(route.refuses(op.problem(*args), Device.of(GPU))):
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if not args[0].is_floating_point() or args[0].numel() <= 8 or any(x.clone().stride() != x.stride() for x in tensors):
+            continue
+        if not any(route.refuses(op.problem(*args), Device.of(GPU))):
             return args
     raise AssertionError("no call found")
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import turnout
+from tests.walk import ops, random_call
 from turnout.ops.dot import DOT
 from turnout.routing import table
+from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import forget_choices
-from turnout.routing.table import Row, Table, Tables, export, folder, forget_tables, publish
+from turnout.routing.table import Row, Table, Tables, decode, export, folder, forget_tables, publish
 
 CPU = Device.of("cpu")
 ROUTE = DOT.routes["cpu-chunks"]
@@ -168,7 +170,7 @@ def test_export_keeps_other_rows_and_is_one_row_a_line(tmp_path):
 def test_shipped_tables_are_live():
     """Every row that ships was measured with the code that ships: same version, same source, a configuration on offer."""
     from turnout.routing.op import OPS
-    from turnout.routing.table import SHIPPED, decode
+    from turnout.routing.table import SHIPPED
 
     files = list(SHIPPED.glob("*.json"))
     assert files
@@ -193,3 +195,11 @@ def test_rows_are_plain_data(tmp_path):
     assert Row.parse(json.loads(json.dumps(asdict(row())))) == row()
     mode = publish(row(), CPU).stat().st_mode
     assert not mode & stat.S_IXUSR
+
+
+@ops
+def test_problems_survive_json(op):
+    for seed in range(20):
+        problem = op.problem(*random_call(op, seed, torch.device("cpu")))
+        told = json.loads(json.dumps({name: plain(value) for name, value in problem._asdict().items()}))
+        assert decode(op, told) == problem

@@ -120,15 +120,17 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def sweep(op: Op, public: Callable[..., Any], device: torch.device, *, seconds: float = 1.0, only: str = "") -> Iterator[dict[str, Any]]:
+def sweep(
+    op: Op, public: Callable[..., Any], device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = ""
+) -> Iterator[dict[str, Any]]:
     """A row for each case whose name contains `only`."""
-    ceiling = ceilings(device)
     for case in op.cases():
         if only in str(case):
             yield sweep_case(op, public, case, device, ceiling, seconds)
 
 
-def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
-    """One JSON object a line."""
+def append_row(row: dict[str, Any], path: Path) -> None:
+    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -64,7 +64,7 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
     with torch.cuda.device(device):
         # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host needs to queue the call.
         flush = torch.zeros(max(512 * 2**20, 4 * cache) // 4, device=device)
-        for _ in range(100):  # to steady clocks
+        for _ in range(40):  # to steady clocks
             flush.sum()
         samples: dict[str, list[float]] = {name: [] for name in variants}
         host: dict[str, list[float]] = {name: [] for name in variants}

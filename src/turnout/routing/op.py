@@ -138,6 +138,10 @@ class Op:
 
         return declare
 
+    def public(self, described: Callable[..., Any]) -> Callable[..., Any]:
+        """The way of a call under the name, signature and docstring of a public function: nothing stands between the two."""
+        return functools.wraps(described)(self.call)
+
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
         """The reference's positional arguments of a public call."""
         if self._arguments is not None:
@@ -163,8 +167,8 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if facts is None:
-            return self.reference(*args)
+        if facts is None or next(x.device.type for x in args if isinstance(x, Tensor)) not in ("cpu", "cuda"):
+            return self.reference(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
         if len(self.memo) >= _MOST_REMEMBERED:
             self.memo.clear()
         run = self.memo[facts] = self._chosen(args)
@@ -173,8 +177,6 @@ class Op:
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and _autocasting():
             return self._under_autocast
-        if any(isinstance(x, Tensor) and type(x) not in _PLAIN_TENSORS for x in args):
-            return self.reference
         key = self.key(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
@@ -182,18 +184,18 @@ class Op:
         run = self.routes[verdict.chosen].run
         if verdict.config:
             run = functools.partial(run, **verdict.config)
-        return self._driven(self.opaque if key.wants_grad else run, key)
+        return self.driven(self.opaque if key.wants_grad else run, key)
 
-    def _driven(self, run: Callable[..., Any], key: Key) -> Callable[..., Any]:
-        """A route as it is run. What only torch can handle goes to the reference: transforms, modes, lazy negation and conjugation, other
-        kinds of device. That is asked here and is not among the facts: a call which takes the reference does not pay for the questions."""
-        reference, on_cpu, minds_autocast = self.reference, key.devices[0].type == "cpu", self.autocast == "reference"
+    def driven(self, run: Callable[..., Any], key: Key) -> Callable[..., Any]:
+        """A route as it is run. What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and
+        conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the reference does not pay for it."""
+        reference, device, minds_autocast = self.reference, key.devices[0], self.autocast == "reference"
 
         def drive(*args: Any) -> Any:
             if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
                 return reference(*args)
             for x in args:
-                if isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or not (x.is_cpu if on_cpu else x.is_cuda)):
+                if isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x.device != device or type(x) not in _PLAIN_TENSORS):
                     return reference(*args)
             try:
                 return run(*args)
@@ -250,8 +252,9 @@ class Op:
 def _written_out(op: Op) -> Callable[..., Any]:
     """The way of a call, written out for the op's signature, as namedtuple does: gathering the facts in a loop would cost more than all
     the rest. The facts are everything the choice depends on; a call whose facts were seen before is one look-up away from its kernel."""
-    tensor = "type({0}), {0}.shape, {0}.stride(), {0}.dtype, {0}.get_device()"
+    tensor = "{0}.shape, {0}.stride(), {0}.dtype"
     facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
+    facts.append(f"{next(iter(op.signature.parameters))}.get_device()")  # that the others are on it too is asked of routes only
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
         if kind in ("Tensor", str(Tensor)):

@@ -138,20 +138,23 @@ def _usable(op: Op, problem: Any, device: Device, row: Row, note: str) -> Measur
 
 def decode(op: Op, given: Mapping[str, Any]) -> Any | None:
     """The problem in a row's JSON, or None where fields are missing, unknown or of the wrong type."""
-    kind = op.problem_type
-    hints = typing.get_type_hints(kind)
-    if set(given) != set(kind._fields):
+    if set(given) != set(op.problem_type._fields):
         return None
-    values = {name: _decode(hints[name], value) for name, value in given.items()}
-    problem = kind(**values)
+    try:
+        problem = _decode(op.problem_type, [given[name] for name in op.problem_type._fields])
+    except (TypeError, ValueError):
+        return None
     encoded = {name: plain(value) for name, value in problem._asdict().items()}
     return problem if encoded == dict(given) else None
 
 
 def _decode(hint: Any, value: Any) -> Any:
-    if hint is torch.dtype and isinstance(value, str):
+    if isinstance(value, str) and torch.dtype in (hint, *typing.get_args(hint)):
         return getattr(torch, value, None)
-    return tuple(_decode(None, v) for v in value) if isinstance(value, list) else value
+    if isinstance(value, list) and hasattr(hint, "_fields"):  # a problem inside a problem
+        hints = typing.get_type_hints(hint)
+        return hint(*(_decode(hints[name], part) for name, part in zip(hint._fields, value, strict=True)))
+    return tuple(_decode(None, part) for part in value) if isinstance(value, list) else value
 
 
 class Tables:

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,13 @@ from turnout.routing.verify import Trial
 
 
 def tune(
-    op: str | Callable[..., Any] | None = None, *args: Any,
+    op: str | Callable[..., Any] | Sequence[str] | None = None, *args: Any,
     budget: float = 60.0, device: str | torch.device | None = None, save: bool = True, progress: bool = True, **kwargs: Any,
 ) -> list[Row]:  # fmt: skip
     """Measure the routes of one call, or of an op's cases, or of every op's cases, and keep the times for this machine.
 
-    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune()` all cases. It stops when `budget` seconds are over;
-    what was measured until then is kept. A route whose output is wrong is not timed, with a warning. `save=False` keeps nothing.
+    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of both; `tune()` all cases.
+    It stops when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a warning. `save=False` keeps nothing.
     Returns a row for each problem measured.
 
     >>> import torch, turnout
@@ -38,13 +38,12 @@ def tune(
     if budget <= 0:
         raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
     if op is not None and (args or kwargs):
-        known = op_named(op)
+        known = op_named(op)  # pyright: ignore[reportArgumentType]
         calls = [(known, known.name, lambda: known.arguments(*args, **kwargs))]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        calls = [
-            (o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in ([op_named(op)] if op else OPS.values()) for c in o.cases()
-        ]
+        wanted = OPS.values() if op is None else map(op_named, [op] if isinstance(op, str) or callable(op) else op)
+        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in wanted for c in o.cases()]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -75,6 +74,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
     inputs = rotating(args, device)
     trial = Trial(op, args)
+    key = op.key(args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
@@ -82,11 +82,11 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
         if not sound:
             continue
         share = seconds / (2 * len(candidates))
-        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=10, seconds=share) if len(sound) > 1 else None
+        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=6, seconds=share) if len(sound) > 1 else None
         name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
-        runs[route.name] = sound[name]
+        runs[route.name] = op.driven(sound[name], key)  # with what the router asks before it runs a route
         best[route.name] = dict(getattr(sound[name], "keywords", {}))
-    timings = time_variants(runs, inputs, where, cache=device.cache, seconds=seconds / 2)
+    timings = time_variants(runs, inputs, where, cache=device.cache, rounds=20, seconds=seconds / 2)
     row = Row(
         op=op.name,
         problem={name: plain(value) for name, value in problem._asdict().items()},

@@ -47,7 +47,8 @@ DOT = Op(
 )  # fmt: skip
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
+@DOT.public
+def dot(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Inner product of two vectors, exactly `torch.dot`.
 
     a, b: `[K]`, one dtype, any strides. Returns a scalar tensor `[]` of that dtype.
@@ -56,4 +57,3 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     >>> turnout.dot(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0]))
     tensor(32.)
     """
-    return DOT.call(a, b)

@@ -52,7 +52,8 @@ INNER = Op(
 )  # fmt: skip
 
 
-def inner(a: Tensor, b: Tensor) -> Tensor:
+@INNER.public
+def inner(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Sum of products over the last dimension, exactly `torch.inner`.
 
     a: `[*, K]`, b: `[*, K]`, or either a scalar tensor. Returns `[*a.shape[:-1], *b.shape[:-1]]`.
@@ -61,4 +62,3 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     >>> turnout.inner(torch.arange(6.0).reshape(2, 3), torch.ones(3))
     tensor([ 3., 12.])
     """
-    return INNER.call(a, b)

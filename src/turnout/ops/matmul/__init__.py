@@ -75,7 +75,8 @@ MATMUL = Op(
 )  # fmt: skip
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
+@MATMUL.public
+def matmul(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Matrix product with broadcast batches, exactly `torch.matmul`.
 
     a: `[K]`, `[M, K]` or `[*, M, K]`, b: `[K]`, `[K, N]` or `[*, K, N]`. Returns what `torch.matmul` returns.
@@ -84,4 +85,3 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     >>> turnout.matmul(torch.ones(1, 1000), torch.ones(1000, 1))
     tensor([[1000.]])
     """
-    return MATMUL.call(a, b)

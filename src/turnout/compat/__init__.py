@@ -1,0 +1,1 @@
+"""Other packages' names and signatures over turnout's ops, so that code written for them runs unchanged."""

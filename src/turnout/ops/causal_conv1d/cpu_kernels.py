@@ -1,0 +1,310 @@
+"""Numba kernels of causal_conv1d on a CPU. They release the GIL; threads come from `turnout.ops.threads`.
+
+Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A tile is widened to float32 once,
+taps are added to it in the first-level cache, and it is rounded once on its way out. Every loop over `i` becomes vector instructions.
+`at` tables say where sequences start in flat memory, so a packed sequence is like any other.
+"""
+
+# Numba wants plain functions at module level; its intrinsics are typed by what they are given.
+# pyright: basic, reportCallIssue=false
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
+
+TILE = 1024  # float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache
+ROWS = 64  # rows of one block, channels side by side
+
+_FUSED = {"contract", "nsz"}  # a product and a sum may round once; NaN and Inf keep their meaning
+_SINGLE, _WORD = ir.FloatType(), ir.IntType(32)
+
+
+@intrinsic
+def widened(typing_context, value):
+    """float32 of a float32, of bfloat16 bits (uint16) or of float16 bits (int16)."""
+
+    def emit(context, builder, signature, args):
+        if value is types.uint16:
+            return builder.bitcast(builder.shl(builder.zext(args[0], _WORD), ir.Constant(_WORD, 16)), _SINGLE)
+        if value is types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _SINGLE)
+        return args[0]
+
+    return types.float32(value), emit
+
+
+@intrinsic
+def narrowed(typing_context, value, like):
+    """A float32 rounded to the type of `like`, to nearest even. NaN stays NaN."""
+
+    def emit(context, builder, signature, args):
+        if like is types.uint16:
+            bits = builder.bitcast(args[0], _WORD)
+            odd = builder.and_(builder.lshr(bits, ir.Constant(_WORD, 16)), ir.Constant(_WORD, 1))
+            rounded = builder.add(bits, builder.add(odd, ir.Constant(_WORD, 0x7FFF)))
+            kept = builder.select(builder.fcmp_unordered("uno", args[0], args[0]), ir.Constant(_WORD, 0x7FC00000), rounded)
+            return builder.trunc(builder.lshr(kept, ir.Constant(_WORD, 16)), ir.IntType(16))
+        if like is types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        return args[0]
+
+    return like(types.float32, like), emit
+
+
+@intrinsic
+def prefer_wide_vectors(typing_context):
+    """LLVM keeps to half of AVX-512's registers unless a function asks for all; silu takes a third less time with them."""
+
+    def emit(context, builder, signature, args):
+        if isinstance(builder.function.attributes, set):  # llvmlite has no name for it, 0.50 prints what is there
+            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def fused(typing_context, a, b, c):
+    """a * b + c, rounded once."""
+
+    def emit(context, builder, signature, args):
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), emit
+
+
+@intrinsic
+def power_of_two(typing_context, shifted):
+    """2**n, where n is the integer in the low bits of n + 1.5 * 2**23."""
+
+    def emit(context, builder, signature, args):
+        n = builder.add(builder.bitcast(args[0], _WORD), ir.Constant(_WORD, 127 - 0x4B400000))
+        return builder.bitcast(builder.shl(n, ir.Constant(_WORD, 23)), _SINGLE)
+
+    return types.float32(types.float32), emit
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def silu(a):
+    """a / (1 + exp(-a)), within 2 units in the last place: Numba calls the scalar exp of the C library, this one becomes vectors.
+
+    exp(-a) = 2**n * 2**f with a polynomial for f in [-1/2, 1/2]. At n = 128 it is infinite, as it should, and silu is 0.
+    """
+    t = min(max(a, np.float32(-89.0)), np.float32(87.0))
+    shifted = t * np.float32(-1.44269504) + np.float32(12582912.0)  # rounds to an integer in the low bits
+    f = fused(t, np.float32(-1.44269504), np.float32(12582912.0) - shifted)  # the product's own rounding would be most of the error
+    f = f + t * np.float32(-1.9259630e-8)  # what log2(e) has beyond float32
+    p = np.float32(1.5353362e-4)
+    p = p * f + np.float32(1.3398875e-3)
+    p = p * f + np.float32(9.6184369e-3)
+    p = p * f + np.float32(5.5503324e-2)
+    p = p * f + np.float32(2.4022648e-1)
+    p = p * f + np.float32(6.9314718e-1)
+    p = p * f + np.float32(1.0)
+    return a / (np.float32(1.0) + p * power_of_two(shifted))
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SILU, SEG, INIT, first, last):
+    """Rows first to last of [sequences, channels], any strides, at their best with positions side by side.
+
+    w is [channels, width], init flat [sequences, channels, width - 1], seg flat [sequences, length].
+    """
+    prefer_wide_vectors()
+    dim, width = w.shape
+    reach = width - 1
+    line = np.empty(TILE + reach, np.float32)
+    acc = np.empty(TILE, np.float32)
+    marks = np.empty(TILE + reach, np.int64)
+    aside = np.empty(TILE, y.dtype)
+    for row in range(first, last):
+        n, d = row // dim, row % dim
+        size = sizes[n]
+        for k in range(reach):
+            line[k] = widened(init[row * reach + k]) if INIT else np.float32(0)
+            if SEG:
+                marks[k] = seg[n * length] if INIT and size > 0 else -1
+        for start in range(0, size, TILE):
+            count = min(TILE, size - start)
+            at, out = x_at[n] + d * xd + start * xl, y_at[n] + d * yd + start * yl
+            into = y[out : out + count] if yl == 1 else aside[:count]
+            if xl == 1:
+                widen(x[at : at + count], line[reach : reach + count])
+            else:
+                for i in range(count):
+                    line[reach + i] = widened(x[at + i * xl])
+            if SEG:
+                marks[reach : reach + count] = seg[n * length + start : n * length + start + count]
+                add_own_taps(acc[:count], line, marks, w[d], bias[d])
+                finish(acc[:count], into, SILU)
+                for i in range(count):
+                    if marks[reach + i] < 0:
+                        into[i] = 0
+            elif width == 4:
+                four_taps(line, w[d], bias[d], into, SILU)
+            else:
+                add_taps(acc[:count], line, w[d], bias[d])
+                finish(acc[:count], into, SILU)
+            if yl != 1:
+                for i in range(count):
+                    y[out + i * yl] = into[i]
+            for k in range(reach):
+                line[k] = line[count + k]
+                if SEG:
+                    marks[k] = marks[count + k]
+
+
+# The inner loops run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def widen(x, into):
+    prefer_wide_vectors()
+    for i in range(x.size):
+        into[i] = widened(x[i])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def finish(acc, y, SILU):
+    """Activate and round; all bits of a zero are zero in every type."""
+    prefer_wide_vectors()
+    if SILU:
+        for i in range(y.size):
+            y[i] = narrowed(silu(acc[i]), y[i])
+    else:
+        for i in range(y.size):
+            y[i] = narrowed(acc[i], y[i])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def four_taps(line, w, bias, y, SILU):
+    """Width 4, which nearly every model has, in one pass."""
+    prefer_wide_vectors()
+    count = y.size
+    a, b, c, d = line[:count], line[1 : 1 + count], line[2 : 2 + count], line[3 : 3 + count]
+    p, q, r, s = w[0], w[1], w[2], w[3]
+    if SILU:
+        for i in range(count):
+            y[i] = narrowed(silu(bias + p * a[i] + q * b[i] + r * c[i] + s * d[i]), y[i])
+    else:
+        for i in range(count):
+            y[i] = narrowed(bias + p * a[i] + q * b[i] + r * c[i] + s * d[i], y[i])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def add_taps(acc, line, w, bias):
+    """acc[i] = bias + sum_k w[k] * line[i + k]"""
+    prefer_wide_vectors()
+    acc[:] = bias
+    for k in range(w.size):
+        a, p = line[k : k + acc.size], w[k]
+        for i in range(acc.size):
+            acc[i] += p * a[i]
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def add_own_taps(acc, line, marks, w, bias):
+    """The same, of positions with the output's own mark."""
+    prefer_wide_vectors()
+    acc[:] = bias
+    here = marks[w.size - 1 : w.size - 1 + acc.size]
+    for k in range(w.size):
+        a, there, p = line[k : k + acc.size], marks[k : k + acc.size], w[k]
+        for i in range(acc.size):
+            acc[i] += p * (a[i] if there[i] == here[i] else np.float32(0))
+
+
+def blocks_of(sizes):
+    """(sequence, first row) of every block of ROWS rows."""
+    return np.array([(n, row) for n, size in enumerate(sizes.tolist()) for row in range(0, size, ROWS)], np.int64).reshape(-1, 2)
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, SEG, INIT, first, last):
+    """Blocks first to last, channels side by side in x and y. w is [width, channels]."""
+    prefer_wide_vectors()
+    width, dim = w.shape
+    reach = width - 1
+    taps = np.empty((width + 1) * TILE, np.float32)  # TILE apart, which LLVM knows: pointers that may overlap cost it the vectors
+    ring = np.empty((width, TILE), np.float32)  # the last rows, widened; position p is in ring[p % width]
+    acc = np.empty(TILE, np.float32)
+    for block in range(first, last):
+        n, top = blocks[block]
+        for left in range(0, dim, TILE):
+            count = min(TILE, dim - left)
+            for k in range(width):
+                taps[k * TILE : k * TILE + count] = w[k, left : left + count]
+            taps[width * TILE : width * TILE + count] = bias[left : left + count]
+            for p in range(top - reach, top):
+                row = ring[p % width]
+                at = x_at[n] + p * xl + left
+                if p >= 0:
+                    widen(x[at : at + count], row)
+                else:
+                    for i in range(count):
+                        row[i] = widened(init[(n * dim + left + i) * reach + p + reach]) if INIT else np.float32(0)
+            for p in range(top, min(top + ROWS, sizes[n])):
+                at, out = x_at[n] + p * xl + left, y_at[n] + p * dim + left
+                widen(x[at : at + count], ring[p % width])
+                if width == 4 and not SEG:
+                    a, b, c, d = ring[(p + 1) % 4], ring[(p + 2) % 4], ring[(p + 3) % 4], ring[p % 4]
+                    four_rows(a, b, c, d, taps, y[out : out + count], SILU)
+                else:
+                    add_rows(acc[:count], ring, taps, p, seg, n * length, SEG, INIT)
+                    finish(acc[:count], y[out : out + count], SILU)
+                if SEG and seg[n * length + p] < 0:
+                    y[out : out + count] = 0
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def four_rows(a, b, c, d, taps, y, SILU):
+    """Width 4 in one pass."""
+    prefer_wide_vectors()
+    if SILU:
+        for i in range(y.size):
+            total = taps[4 * TILE + i] + taps[i] * a[i] + taps[TILE + i] * b[i] + taps[2 * TILE + i] * c[i] + taps[3 * TILE + i] * d[i]
+            y[i] = narrowed(silu(total), y[i])
+    else:
+        for i in range(y.size):
+            total = taps[4 * TILE + i] + taps[i] * a[i] + taps[TILE + i] * b[i] + taps[2 * TILE + i] * c[i] + taps[3 * TILE + i] * d[i]
+            y[i] = narrowed(total, y[i])
+
+
+@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+def add_rows(acc, ring, taps, p, seg, base, SEG, INIT):
+    """acc = bias + sum_k taps[k] * the row width - 1 - k above position p, rows with another mark left out."""
+    prefer_wide_vectors()
+    width = ring.shape[0]
+    acc[:] = taps[width * TILE : width * TILE + acc.size]
+    for k in range(width):
+        before = p - (width - 1) + k
+        there = seg[base + max(before, 0)] if SEG and (before >= 0 or INIT) else -1
+        if not SEG or there == seg[base + p]:
+            a, q = ring[(p + k + 1) % width], taps[k * TILE : k * TILE + acc.size]
+            for i in range(acc.size):
+                acc[i] += q[i] * a[i]
+
+
+@numba.njit(nogil=True, cache=True)
+def finals(x, x_at, xd, xl, seg, init, final, sizes, dim, reach, length, SEG, INIT):
+    """The last positions of each sequence as they are, its initial state where it is shorter.
+
+    final is flat [sequences, channels, reach].
+    """
+    for n in range(sizes.size):
+        size = sizes[n]
+        for k in range(reach):
+            p = size - reach + k
+            keep = p >= 0 or INIT
+            if SEG and size > 0 and keep:
+                keep = seg[n * length + max(p, 0)] == seg[n * length + size - 1]
+            for d in range(dim):
+                at = (n * dim + d) * reach
+                if not keep:
+                    final[at + k] = 0
+                elif p >= 0:
+                    final[at + k] = x[x_at[n] + d * xd + p * xl]
+                else:
+                    final[at + k] = init[at + p + reach]

@@ -1,0 +1,127 @@
+"""From tensors to launches: what the forward and the backward kernels of causal_conv1d share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+VECTOR_BYTES = 16  # the widest load of one thread
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n.
+
+    >>> power_of_two(1), power_of_two(5)
+    (1, 8)
+    """
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def empty_dense(x: Tensor, last: bool) -> Tensor:
+    """A fresh tensor of x's shape, channels side by side or positions side by side."""
+    batch, dim, length = x.shape
+    if last:
+        return torch.empty(batch, length, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
+    return torch.empty(batch, dim, length, dtype=x.dtype, device=x.device)
+
+
+def steps(x: Tensor, along: int) -> tuple[int, ...]:
+    """What every vector along an axis of x must divide: its size, and the strides that lead from one row to another."""
+    return (x.shape[along], *(x.stride(axis) for axis in range(3) if axis != along and x.shape[axis] > 1))
+
+
+def widest(most: int, *walks: tuple[Tensor, Iterable[int]]) -> int:
+    """The widest vector, in elements and a power of two, that divides every number given with a tensor and the place it starts at."""
+    while most > 1 and any(t.data_ptr() % (most * t.element_size()) or any(n % most for n in numbers) for t, numbers in walks):
+        most //= 2
+    return most
+
+
+def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
+    """The widest vector along an axis of tensors of one shape, 1 where one of them has gaps there."""
+    if any(t.stride(along) != 1 and t.shape[along] > 1 for t in tensors):
+        return 1
+    walks: list[tuple[Tensor, Iterable[int]]] = [(t, steps(t, along)) for t in tensors]
+    if seg is not None:
+        walks.append((seg, ()))
+    return widest(VECTOR_BYTES // tensors[0].element_size(), *walks)
+
+
+def segments(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
+    """The sequence of each position, int32 [batch, length], or None where nothing is packed."""
+    from turnout.ops.causal_conv1d.kernels import segments as kernel
+    from turnout.ops.launching import launch
+
+    if cu_seqlens is None:
+        return None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
+    sequences, block = cu_seqlens.shape[0] - 1, 256
+    seg = torch.empty(1, length, dtype=torch.int32, device=cu_seqlens.device)
+    launch(kernel, ceil_div(length, block), (cu_seqlens, seg), (sequences, length, sequences.bit_length()), {"BL": block}, warps=4)
+    return seg
+
+
+def rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool, channels: int, vectors: int, warps: int
+) -> None:
+    from turnout.ops.causal_conv1d.kernels import rows as kernel
+    from turnout.ops.launching import launch
+
+    batch, dim, length = x.shape
+    vector = vector_of(2, seg, x, y)
+    programs = batch * ceil_div(dim, channels) * ceil_div(length, vectors * vector)
+    constants = {
+        "W": weight.shape[1],
+        "V": vector,
+        "BR": channels,
+        "BV": vectors,
+        "BIAS": bias is not None,
+        "SILU": silu,
+        "SEG": seg is not None,
+    }
+    launch(kernel, programs, (x, weight, bias, seg, y), (dim, length, *x.stride(), *weight.stride(), *y.stride()), constants, warps=warps)
+
+
+def cols(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool,
+    groups: int, rows: int, steps: int, channels: int, warps: int,
+) -> None:  # fmt: skip
+    from turnout.ops.causal_conv1d.kernels import cols as kernel
+    from turnout.ops.launching import launch
+
+    batch, dim, length = x.shape
+    programs = batch * ceil_div(dim, channels) * ceil_div(length, groups * rows * steps)
+    numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), y.stride(0), y.stride(2))
+    constants = {
+        "W": weight.shape[1], "V": vector_of(1, None, x, y), "G": groups, "T": rows, "STEPS": steps, "BD": channels,
+        "BIAS": bias is not None, "SILU": silu, "SEG": seg is not None,
+    }  # fmt: skip
+    launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps=warps)
+
+
+def edges(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial: Tensor | None,
+    y: Tensor, final: Tensor | None, silu: bool,
+) -> None:  # fmt: skip
+    """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states that are left."""
+    from turnout.ops.causal_conv1d.kernels import edges as kernel
+    from turnout.ops.launching import launch
+
+    batch, dim, length = x.shape
+    sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    numbers = (dim, length, *x.stride(), *weight.stride(), *y.stride(), *strides(initial), *strides(final))
+    constants = {
+        "W": weight.shape[1], "BD": 128, "BIAS": bias is not None, "SILU": silu, "SEG": seq_idx is not None,
+        "PACKED": cu_seqlens is not None, "INIT": initial is not None, "FINAL": final is not None,
+    }  # fmt: skip
+    tensors = (x, weight, bias, seq_idx, cu_seqlens, initial, y, final)
+    launch(kernel, sequences * ceil_div(dim, 128), tensors, numbers, constants, warps=4)
+
+
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if tensor is None else tensor.stride()

@@ -1,0 +1,262 @@
+"""The tracks of causal_conv1d: one kernel a layout, on a GPU and on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
+from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 32  # taps are written out in the Triton kernels; more than these compile slowly and are not one short convolution any more
+LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offsets have 64
+
+
+# Guards
+
+
+def refuses_anywhere(problem: CausalConv1d) -> Iterator[str]:
+    if problem.elements == 0:
+        yield "nothing to convolve, this route needs at least one element"
+    yield from needs.needs_dtype(problem.dtype, *HALF_AND_SINGLE)
+    for name, dtype in (("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
+        if dtype is not None:
+            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+
+
+def refuses_on_gpu(problem: CausalConv1d, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    yield from refuses_anywhere(problem)
+    if problem.width > WIDEST:
+        yield f"width {problem.width}, this route needs at most {WIDEST}"
+    if problem.length > LONGEST:
+        yield f"length {problem.length}, this route needs at most {LONGEST}"
+
+
+def needs_layout(problem: CausalConv1d, layout: str) -> Iterator[str]:
+    if problem.layout != layout:
+        yield f"a {problem.layout} x with strides {list(problem.strides)}, this route needs it {layout}"
+
+
+def refuses_channel_first(problem: CausalConv1d, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from needs_layout(problem, "channel-first")
+
+
+def refuses_channel_last(problem: CausalConv1d, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from needs_layout(problem, "channel-last")
+
+
+def refuses_cpu_rows(problem: CausalConv1d, device: Device) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    yield from refuses_anywhere(problem)
+
+
+def refuses_cpu_cols(problem: CausalConv1d, device: Device) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    yield from refuses_anywhere(problem)
+    yield from needs_layout(problem, "channel-last")
+
+
+# Costs, in seconds: bytes at a share of the bandwidth. GPU shares are what the probes of this kernel reached on an H200, CPU times were
+# measured on two cores (see NOTES.md).
+
+
+def launches_of(problem: CausalConv1d) -> int:
+    """The main kernel, one that numbers packed sequences, one for states."""
+    return 1 + (problem.sequences > 0) + ((problem.initial_states or problem.return_final_states) and problem.width > 1)
+
+
+def gpu_cost(share: float) -> Callable[[CausalConv1d, Device], float | None]:
+    def seconds(problem: CausalConv1d, device: Device) -> float | None:
+        moving = device.seconds(work(problem).bytes)
+        return None if moving is None or device.type != "cuda" else max(12e-6 * launches_of(problem), 4e-6 + moving / share)
+
+    return seconds
+
+
+def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
+    if device.type != "cpu":
+        return None
+    each = 0.05e-9 * problem.width + (0.55e-9 if problem.activation else 0.4e-9) + (1e-9 if problem.seq_idx else 0)
+    return 80e-6 + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
+
+
+def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
+    """One element at a time where positions are not side by side."""
+    seconds = cpu_cost(problem, device)
+    return None if seconds is None else seconds * {"channel-first": 1, "strided": 2, "channel-last": 4}[problem.layout]
+
+
+# Configurations, best guess first
+
+
+def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
+    """The vector that the kernel will have if the tensors start at a multiple of 16 bytes."""
+    sizes = (problem.batch, problem.dim, problem.length)
+    numbers = [sizes[along], *(stride for axis, stride in enumerate(problem.strides) if axis != along and sizes[axis] > 1)]
+    vector = launches.VECTOR_BYTES // problem.dtype.itemsize
+    while vector > 1 and any(n % vector for n in numbers):
+        vector //= 2
+    return vector
+
+
+def rows_tiles(problem: CausalConv1d, vector: int, most: int) -> list[Config]:
+    """Long rows take a program several times; short rows share one."""
+    across = min(most, power_of_two(ceil_div(problem.length, vector)))
+    if across > 256:
+        return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": across, "warps": 8}]
+    if across == 256:
+        return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": 256, "warps": 2}]
+    tall = power_of_two(problem.dim)
+    return [{"channels": max(1, min(tall, lanes // across)), "vectors": across, "warps": 4} for lanes in (256, 512)]
+
+
+def channel_first_configs(problem: CausalConv1d, device: Device) -> list[Config]:
+    return rows_tiles(problem, vector_if_aligned(problem, 2), 512)
+
+
+def strided_configs(problem: CausalConv1d, device: Device) -> list[Config]:
+    return rows_tiles(problem, 1, 512)
+
+
+def cols_shape(problem: CausalConv1d) -> tuple[int, int]:
+    """Channels and groups of rows of one program: 1024 lanes, which is a vector of 8 for each of 128 threads."""
+    channels = min(256, power_of_two(problem.dim))
+    return channels, min(32, 1024 // channels)
+
+
+def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
+    channels, groups = cols_shape(problem)
+    shapes = ((16, 1), (8, 1), (8, 2))
+    return [{"groups": groups, "rows": rows, "steps": steps, "channels": channels, "warps": 4} for rows, steps in shapes]
+
+
+# Routes on a GPU
+
+
+def with_states(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool, main: Callable[[Tensor | None, Tensor | None, Tensor], None],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run the main kernel, then what happens at the ends of sequences."""
+    y = empty_dense(x, channel_last(x))
+    bias = None if bias is None else bias.contiguous()
+    seg = launches.segments(seq_idx, cu_seqlens, x.shape[2])
+    main(bias, seg, y)
+    final = x.new_empty(0)
+    if return_final_states:
+        sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        final = x.new_empty(sequences, x.shape[1], weight.shape[1] - 1)
+    if (initial_states is not None or return_final_states) and weight.shape[1] > 1:
+        own = None if cu_seqlens is not None else seg
+        left = final if return_final_states else None
+        launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu")
+    return y, final
+
+
+# The rows kernel takes any strides too, one element at a time.
+@CAUSAL_CONV1D.route("strided", refuses=refuses_on_gpu, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
+@CAUSAL_CONV1D.route(
+    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.76), configs=channel_first_configs, numerics="close", version=1
+)
+def along_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool, *, channels: int = 1, vectors: int = 256, warps: int = 4,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> None:
+        launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
+
+    return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
+
+
+@CAUSAL_CONV1D.route(
+    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.74), configs=channel_last_configs, numerics="close", version=1
+)
+def down_columns(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool,
+    *, groups: int = 4, rows: int = 8, steps: int = 1, channels: int = 256, warps: int = 4,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> None:
+        launches.cols(x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps)
+
+    return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
+
+
+# Routes on a CPU
+
+
+def on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool, columns: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it is."""
+    import numpy as np
+
+    from turnout.ops.causal_conv1d import cpu_kernels
+    from turnout.ops.threads import split
+
+    (batch, dim, length), width = x.shape, weight.shape[1]
+    x, y = x.detach(), empty_dense(x, channel_last(x))
+    if cu_seqlens is None:
+        batches, starts, sizes = np.arange(batch), np.zeros(batch, np.int64), np.full(batch, length)
+    else:
+        ends = np.maximum.accumulate(cu_seqlens.numpy().astype(np.int64).clip(0, length))
+        ends[0], ends[-1] = 0, length  # unchecked ends, as in a traced graph, must still fill all of y
+        batches, starts, sizes = np.zeros(ends.size - 1, np.int64), ends[:-1], ends[1:] - ends[:-1]
+    x_at, y_at = (batches * t.stride(0) + starts * t.stride(2) for t in (x, y))
+    source, into = flat(x), flat(y)
+    taps = weight.detach().to(torch.float32)
+    shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
+    marks = np.empty(0, np.int64) if seq_idx is None else seq_idx.to(torch.int64).contiguous().view(-1).numpy()
+    states = source[:0] if initial_states is None else flat(initial_states.detach().contiguous())
+    has = (activation == "silu", seq_idx is not None, initial_states is not None)
+    if columns:
+        blocks = cpu_kernels.blocks_of(sizes)
+        taps = taps.t().contiguous().numpy()
+        block = (x.stride(2), taps, shift, marks, states, into, y_at, sizes, blocks, length, *has)
+        split(functools.partial(cpu_kernels.cols, source, x_at, *block), blocks.shape[0])
+    else:
+        taps = taps.contiguous().numpy()
+        row = (x.stride(1), x.stride(2), taps, shift, marks, states, into, y_at, y.stride(1), y.stride(2), sizes, length, *has)
+        split(functools.partial(cpu_kernels.rows, source, x_at, *row), sizes.size * dim)
+    final = x.new_empty(0)
+    if return_final_states:
+        final = x.new_empty(sizes.size, dim, width - 1)
+        if width > 1:
+            tail = (x.stride(1), x.stride(2), marks, states, flat(final), sizes, dim, width - 1, length)
+            cpu_kernels.finals(source, x_at, *tail, *has[1:])
+    return y, final
+
+
+def flat(x: Tensor) -> Any:
+    """The memory from the first to the last element of a tensor as a numpy vector, half types as the integers cpu_kernels tells apart."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(x.dtype, x.dtype)
+    return x.as_strided((span,), (1,)).view(bits).numpy()
+
+
+@CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, numerics="close", version=1)
+def cpu_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return on_cpu(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False)
+
+
+@CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, numerics="close", version=1)
+def cpu_cols(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
+    initial_states: Tensor | None, return_final_states: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return on_cpu(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=True)

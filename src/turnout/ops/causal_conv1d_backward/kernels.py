@@ -1,0 +1,363 @@
+"""Triton kernels of causal_conv1d's backward. With a = the value before the activation and g = dy * act'(a):
+
+dx[p] = sum_e w[W-1-e] * g[p + e],   dw[k] = sum_l g[l] * x[l - (W-1) + k],   dbias = sum_l g[l].
+
+a is computed again from x. Every program leaves its W + 1 sums per channel in part [parts, W + 1, D], float32, and `fold` adds them up in
+a fixed order: no atomics, the same bits every time.
+HEADS: outputs that see initial states (1: the first W-1 of a batch row, 2: of each segment) are left to `edges_back`.
+"""
+
+# Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the formula.
+# ruff: noqa: E741, RUF005
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from turnout.ops.causal_conv1d.kernels import join_last, sigmoid, span, split_last
+
+
+@triton.jit
+def slope(a):
+    """d silu(a) / da"""
+    s = sigmoid(a)
+    return s * (1.0 + a * (1.0 - s))
+
+
+@triton.jit
+def rows_back(
+    x, w, bias, seg, dy, dx, part, D, L, xb, xd, xl, wd, wk, gb, gd, gl, ob, od, ol,
+    W: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The tile of `rows`, with vectors of x on both sides and vectors of dy on the right."""
+    xl, gl, ol = tl.cast(xl, tl.int64), tl.cast(gl, tl.int64), tl.cast(ol, tl.int64)
+    P: tl.constexpr = (W + V - 2) // V
+    tiles = tl.cdiv(L, BV * V)
+    pid = tl.program_id(0).to(tl.int64)
+    tile, block = pid % tiles, pid // tiles
+    blocks = tl.cdiv(D, BR)
+    b, d0, l0 = block // blocks, block % blocks * BR, tile * (BV * V)
+
+    i = tl.arange(0, BR * BV)
+    r = i // BV
+    v = (i % BV) * V
+    lanes = v[:, None] + tl.arange(0, V)[None, :]
+    d = d0 + r
+    l = (l0 + v).to(tl.int32)
+    inside = (d < D) & (l < L)
+
+    px = x + b * xb + d0 * xd + l0 * xl + ((r.to(tl.int64) * xd)[:, None] + lanes.to(tl.int64) * xl)  # [BR*BV, V]
+    pg = dy + b * gb + d0 * gd + l0 * gl + ((r.to(tl.int64) * gd)[:, None] + lanes.to(tl.int64) * gl)
+    if SEG:
+        ps = seg + b * L + l0 + lanes
+    xs = ()
+    gs = ()
+    ss = ()
+    for p in tl.static_range(2 * P + 1):
+        n = (p - P) * V
+        ok = (inside & (l + n >= 0) & (l + n < L))[:, None]
+        q = tl.multiple_of(px + n * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+        xs = xs + split_last(tl.load(q, mask=ok, other=0.0).to(tl.float32), V)
+        if p >= P:
+            q = tl.multiple_of(pg + n * gl, (1, V * dy.dtype.element_ty.primitive_bitwidth // 8))
+            gs = gs + split_last(tl.load(q, mask=ok, other=0.0).to(tl.float32), V)
+        if SEG:
+            q = tl.multiple_of(ps + n, (1, V * 4))
+            ss = ss + split_last(tl.load(q, mask=ok, other=-1), V)
+
+    if BR == 1:
+        c = d0
+        cm = d0 < D
+    else:
+        c = d
+        cm = inside
+    taps = ()
+    for k in tl.static_range(W):
+        taps = taps + (tl.load(w + c * wd + k * wk, mask=cm, other=0.0).to(tl.float32),)
+    zero = tl.zeros((BR * BV,), tl.float32)
+    if BIAS:
+        zero += tl.load(bias + c, mask=cm, other=0.0).to(tl.float32)
+
+    grads = ()  # g at positions l .. l + V + W - 2
+    sums = ()
+    for _ in tl.static_range(W + 1):
+        sums = sums + (tl.zeros((BR * BV,), tl.float32),)
+    for e in tl.static_range(V + W - 1):
+        seen = ()
+        for k in tl.static_range(W):
+            t = xs[P * V + e - (W - 1) + k]
+            if SEG:
+                t = tl.where(ss[P * V + e - (W - 1) + k] == ss[P * V + e], t, 0.0)
+            seen = seen + (t,)
+        g = gs[e]
+        if SILU:
+            a = zero
+            for k in tl.static_range(W):
+                a += seen[k] * taps[k]
+            g = tl.where(inside & (l + e < L), g * slope(a), 0.0)
+        if SEG:
+            g = tl.where(ss[P * V + e] >= 0, g, 0.0)
+        grads = grads + (g,)
+        if e < V:
+            if HEADS == 1:
+                g = tl.where(l + e < W - 1, 0.0, g)
+            if HEADS == 2:
+                g = tl.where((l + e < W - 1) | (ss[P * V + e - (W - 1)] != ss[P * V + e]), 0.0, g)
+            more = ()
+            for k in tl.static_range(W):
+                more = more + (sums[k] + g * seen[k],)
+            sums = more + (sums[W] + g,)
+
+    out = ()
+    for e in tl.static_range(V):
+        acc = tl.zeros((BR * BV,), tl.float32)
+        for k in tl.static_range(W):
+            g = grads[e + k]
+            if SEG:
+                g = tl.where(ss[P * V + e + k] == ss[P * V + e], g, 0.0)
+            acc += g * taps[W - 1 - k]
+        out = out + (acc.to(dx.dtype.element_ty),)
+    po = dx + b * ob + d0 * od + l0 * ol + ((r.to(tl.int64) * od)[:, None] + lanes.to(tl.int64) * ol)
+    q = tl.multiple_of(po, (1, V * dx.dtype.element_ty.primitive_bitwidth // 8))
+    tl.store(q, join_last(out, V), mask=inside[:, None])
+
+    pp = part + (b * tiles + tile) * (W + 1) * D + d0 + tl.arange(0, BR)
+    for k in tl.static_range(W + 1):
+        total = tl.sum(tl.reshape(sums[k], (BR, BV)), 1)
+        tl.store(pp + k * D, total, mask=d0 + tl.arange(0, BR) < D)
+
+
+@triton.jit
+def cols_back(
+    x, w, bias, seg, dy, dx, part, D, L, xb, xl, wd, wk, gb, gl, ob, ol,
+    W: tl.constexpr, V: tl.constexpr, G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The walk of `cols`: row q completes dx of row q - (W-1), so a group of R rows walks W-1 rows further."""
+    xl, gl, ol = tl.cast(xl, tl.int64), tl.cast(gl, tl.int64), tl.cast(ol, tl.int64)
+    R: tl.constexpr = T * STEPS - (W - 1)
+    blocks = tl.cdiv(D, BD)
+    tiles = tl.cdiv(L, G * R)
+    pid = tl.program_id(0).to(tl.int64)
+    d0 = pid % blocks * BD
+    b, tile = pid // blocks // tiles, pid // blocks % tiles
+    l0 = tile * (G * R)
+
+    c = tl.arange(0, BD)
+    g0 = tl.arange(0, G) * R
+    d = (d0 + c).to(tl.int32)
+    l = (l0 + g0).to(tl.int32)  # [G] first row of each group
+    end = tl.minimum(l + R, L)
+    dm = (d // V < D // V)[None, :]
+
+    raw = ()
+    for k in tl.static_range(W):
+        raw = raw + (tl.load(w + d.to(tl.int64) * wd + k * wk, mask=d < D, other=0.0),)
+    if BIAS:
+        raw = raw + (tl.load(bias + d, mask=d < D, other=0.0),)
+
+    px = x + b * xb + l0 * xl + d0 + ((g0.to(tl.int64) * xl)[:, None] + c[None, :])  # [G, BD]
+    pg = dy + b * gb + l0 * gl + d0 + ((g0.to(tl.int64) * gl)[:, None] + c[None, :])
+    po = dx + b * ob + l0 * ol + d0 + ((g0.to(tl.int64) * ol)[:, None] + c[None, :])
+    if SEG:
+        ps = seg + b * L + l0 + g0
+    xs = ()  # x of the last W-1 rows, then of the T rows at hand
+    gs = ()  # g of the same rows
+    ss = ()
+    for i in tl.static_range(W - 1):
+        n = i - (W - 1)
+        ok = (l + n >= 0) & (l + n < L)
+        q = tl.multiple_of(px + n * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+        xs = xs + (tl.load(q, mask=ok[:, None] & dm, other=0.0),)
+        gs = gs + (tl.zeros((G, BD), tl.float32),)
+        if SEG:
+            ss = ss + (tl.load(ps + n, mask=ok, other=-1)[:, None],)
+    sums = ()
+    for _ in tl.static_range(W + 1):
+        sums = sums + (tl.zeros((G, BD), tl.float32),)
+
+    for step in range(STEPS):
+        ds = ()
+        for i in tl.static_range(T):
+            ok = l + step * T + i < L
+            q = tl.multiple_of(px + i * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            xs = xs + (tl.load(q, mask=ok[:, None] & dm, other=0.0),)
+            q = tl.multiple_of(pg + i * gl, (1, V * dy.dtype.element_ty.primitive_bitwidth // 8))
+            ds = ds + (tl.load(q, mask=ok[:, None] & dm, other=0.0),)
+            if SEG:
+                ss = ss + (tl.load(ps + i, mask=ok, other=-1)[:, None],)
+        for i in tl.static_range(T):
+            here = (l + step * T + i)[:, None]
+            seen = ()
+            for k in tl.static_range(W):
+                t = xs[i + k].to(tl.float32)
+                if SEG:
+                    t = tl.where(ss[i + k] == ss[i + W - 1], t, 0.0)
+                seen = seen + (t,)
+            g = ds[i].to(tl.float32)
+            if SILU:
+                a = tl.zeros((G, BD), tl.float32)
+                if BIAS:
+                    a += raw[W].to(tl.float32)[None, :]
+                for k in tl.static_range(W):
+                    a += seen[k] * raw[k].to(tl.float32)[None, :]
+                g = tl.where(here < L, g * slope(a), 0.0)
+            if SEG:
+                g = tl.where(ss[i + W - 1] >= 0, g, 0.0)
+            gs = gs + (g,)
+
+            g = tl.where(here < end[:, None], g, 0.0)  # rows past the end belong to the next group
+            if HEADS == 1:
+                g = tl.where(here < W - 1, 0.0, g)
+            if HEADS == 2:
+                g = tl.where((here < W - 1) | (ss[i] != ss[i + W - 1]), 0.0, g)
+            more = ()
+            for k in tl.static_range(W):
+                more = more + (sums[k] + g * seen[k],)
+            sums = more + (sums[W] + g,)
+
+            acc = tl.zeros((G, BD), tl.float32)
+            for k in tl.static_range(W):
+                g = gs[i + k]
+                if SEG:
+                    g = tl.where(ss[i + k] == ss[i], g, 0.0)
+                acc += g * raw[W - 1 - k].to(tl.float32)[None, :]
+            q = tl.multiple_of(po + (i - (W - 1)) * ol, (1, V * dx.dtype.element_ty.primitive_bitwidth // 8))
+            own = (here - (W - 1) >= l[:, None]) & (here - (W - 1) < end[:, None])
+            tl.store(q, acc.to(dx.dtype.element_ty), mask=own & dm)
+        px += T * xl
+        pg += T * gl
+        po += T * ol
+        xs = xs[T:]
+        gs = gs[T:]
+        if SEG:
+            ps += T
+            ss = ss[T:]
+
+    pp = part + (b * tiles + tile) * (W + 1) * D + d
+    for k in tl.static_range(W + 1):
+        tl.store(pp + k * D, tl.sum(sums[k], 0), mask=d < D)
+
+
+@triton.jit
+def edges_back(
+    x, w, bias, seg, cu, init, dy, dfinal, dx, dinit, part, D, L,
+    xb, xd, xl, wd, wk, ib, id, il, gb, gd, gl, fb, fd, fl, ob, od, ol, jb, jd, jl,
+    W: tl.constexpr, BD: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
+    PACKED: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    """Backward of `edges`: dinit, dx of the first W-1 positions again, the sums of the first W-1 outputs, and dfinal's share.
+
+    part points at the first of N rows of its own, one per sequence.
+    """
+    xl, gl, ol = tl.cast(xl, tl.int64), tl.cast(gl, tl.int64), tl.cast(ol, tl.int64)
+    blocks = tl.cdiv(D, BD)
+    pid = tl.program_id(0)
+    n = (pid // blocks).to(tl.int64)
+    d = (pid % blocks * BD + tl.arange(0, BD)).to(tl.int64)
+    dm = d < D
+    if PACKED:
+        first, size = span(cu, n, L)
+        px = x + first * xl + d * xd
+        pg = dy + first * gl + d * gd
+        po = dx + first * ol + d * od
+    else:
+        size = tl.cast(L, tl.int32)
+        px = x + n * xb + d * xd
+        pg = dy + n * gb + d * gd
+        po = dx + n * ob + d * od
+        if SEG:
+            ps = seg + n * L
+    if INIT:
+        pi = init + n * ib + d * id
+        pj = dinit + n * jb + d * jd
+        taps = ()
+        for k in tl.static_range(W):
+            taps = taps + (tl.load(w + d * wd + k * wk, mask=dm, other=0.0).to(tl.float32),)
+        line = ()  # positions -(W-1) .. 2W-3
+        ss = ()
+        for k in tl.static_range(3 * (W - 1)):
+            if k < W - 1:
+                line = line + (tl.load(pi + k * il, mask=dm, other=0.0).to(tl.float32),)
+            else:
+                t = tl.load(px + (k - (W - 1)) * xl, mask=dm & (k - (W - 1) < size), other=0.0)
+                line = line + (t.to(tl.float32),)
+            if SEG:
+                ss = ss + (tl.load(ps + max(k - (W - 1), 0), mask=max(k - (W - 1), 0) < size, other=-1),)
+        gs = ()  # g at positions 0 .. 2W-3
+        sums = ()
+        for _ in tl.static_range(W + 1):
+            sums = sums + (tl.zeros((BD,), tl.float32),)
+        for o in tl.static_range(2 * (W - 1)):
+            seen = ()
+            for k in tl.static_range(W):
+                t = line[o + k]
+                if SEG:
+                    t = tl.where(ss[o + k] == ss[o + W - 1], t, 0.0)
+                seen = seen + (t,)
+            g = tl.load(pg + o * gl, mask=dm & (o < size), other=0.0).to(tl.float32)
+            if SILU:
+                a = tl.zeros((BD,), tl.float32)
+                if BIAS:
+                    a += tl.load(bias + d, mask=dm, other=0.0).to(tl.float32)
+                for k in tl.static_range(W):
+                    a += seen[k] * taps[k]
+                g = tl.where(o < size, g * slope(a), 0.0)
+            if SEG:
+                g = tl.where(ss[o + W - 1] >= 0, g, 0.0)
+            gs = gs + (g,)
+            if o < W - 1:
+                more = ()
+                for k in tl.static_range(W):
+                    more = more + (sums[k] + tl.where(o < size, g * seen[k], 0.0),)
+                sums = more + (sums[W] + g,)
+        for k in tl.static_range(W + 1):
+            tl.store(part + (n * (W + 1) + k) * D + d, sums[k], mask=dm)
+
+        for p in tl.static_range(2 * (W - 1)):  # position p - (W-1)
+            acc = tl.zeros((BD,), tl.float32)
+            for k in tl.static_range(W):
+                if p + k >= W - 1:
+                    g = gs[p + k - (W - 1)]
+                    if SEG:
+                        g = tl.where(ss[p + k] == ss[p], g, 0.0)
+                    acc += g * taps[W - 1 - k]
+            if p < W - 1:
+                tl.store(pj + p * jl, acc.to(dinit.dtype.element_ty), mask=dm)
+            else:
+                tl.store(po + (p - (W - 1)) * ol, acc.to(dx.dtype.element_ty), mask=dm & (p - (W - 1) < size))
+
+    if FINAL:
+        for k in tl.static_range(W - 1):
+            p = size - (W - 1) + k
+            f = tl.load(dfinal + n * fb + d * fd + k * fl, mask=dm, other=0.0).to(tl.float32)
+            if SEG:
+                there = tl.load(ps + tl.maximum(p, 0), mask=size > 0, other=-1)
+                here = tl.load(ps + size - 1, mask=size > 0, other=-1)
+                f = tl.where(there == here, f, 0.0)
+            q = po + p.to(tl.int64) * ol
+            t = tl.load(q, mask=dm & (p >= 0), other=0.0).to(tl.float32)
+            tl.store(q, (t + f).to(dx.dtype.element_ty), mask=dm & (p >= 0))
+            if INIT:
+                q = pj + (p + (W - 1)) * jl
+                t = tl.load(q, mask=dm & (p < 0), other=0.0).to(tl.float32)
+                tl.store(q, (t + f).to(dinit.dtype.element_ty), mask=dm & (p < 0))
+
+
+@triton.jit
+def fold(part, dw, db, N, D, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr):
+    """part [N, W + 1, D] -> dw [D, W] and db [D], always added in the same order."""
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    M = (W + 1) * D
+    acc = tl.zeros((BN, BM), tl.float32)
+    for n in range(0, N, BN):
+        row = n + tl.arange(0, BN)
+        q = part + row.to(tl.int64)[:, None] * M + m[None, :]
+        acc += tl.load(q, mask=(row < N)[:, None] & (m < M)[None, :], other=0.0)
+    total = tl.sum(acc, 0)
+    k, d = m // D, m % D
+    tl.store(dw + d.to(tl.int64) * W + k, total.to(dw.dtype.element_ty), mask=(m < M) & (k < W))
+    if BIAS:
+        tl.store(db + d, total.to(db.dtype.element_ty), mask=(m < M) & (k == W))

@@ -1,0 +1,193 @@
+"""The tracks of causal_conv1d_backward: one kernel a layout, which leaves sums for dweight and dbias, and one that adds these up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops.causal_conv1d import channel_last
+from turnout.ops.causal_conv1d import routes as forward
+from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, segments, strides, vector_of
+from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalConv1dBackward, work
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+# Guards
+
+
+def refuses_channel_first(problem: CausalConv1dBackward, device: Device) -> Iterator[str]:
+    yield from forward.refuses_channel_first(problem.call, device)
+
+
+def refuses_channel_last(problem: CausalConv1dBackward, device: Device) -> Iterator[str]:
+    yield from forward.refuses_channel_last(problem.call, device)
+
+
+def refuses_strided(problem: CausalConv1dBackward, device: Device) -> Iterator[str]:
+    yield from forward.refuses_on_gpu(problem.call, device)
+
+
+# Costs
+
+
+def gpu_cost(share: float) -> Any:
+    def seconds(problem: CausalConv1dBackward, device: Device) -> float | None:
+        moving = device.seconds(work(problem).bytes)
+        return (
+            None if moving is None or device.type != "cuda" else max(14e-6 * (1 + forward.launches_of(problem.call)), 8e-6 + moving / share)
+        )
+
+    return seconds
+
+
+# Configurations, best guess first
+
+
+def rows_configs(problem: CausalConv1dBackward, device: Device) -> list[Config]:
+    return forward.rows_tiles(problem.call, forward.vector_if_aligned(problem.call, 2), 256)
+
+
+def strided_configs(problem: CausalConv1dBackward, device: Device) -> list[Config]:
+    return forward.rows_tiles(problem.call, 1, 256)
+
+
+def cols_configs(problem: CausalConv1dBackward, device: Device) -> list[Config]:
+    """A group walks width - 1 rows further than it owns, so it walks long where there are rows enough to fill the card."""
+    channels, groups = forward.cols_shape(problem.call)
+    channels = min(128, channels)
+    rows = ceil_div(problem.call.length, groups)
+    walks = [steps for steps in (16, 8, 4) if 4 * steps <= max(rows, 16)]
+    return [{"groups": groups, "rows": 4, "steps": steps, "channels": channels, "warps": 4} for steps in walks]
+
+
+# Running
+
+
+class Call(NamedTuple):
+    """The arguments, and what every launch of one backward shares."""
+
+    grad: Tensor
+    grad_final: Tensor | None
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    silu: bool
+    seq_idx: Tensor | None
+    cu_seqlens: Tensor | None
+    initial: Tensor | None
+    seg: Tensor | None
+    dx: Tensor
+
+    @staticmethod
+    def of(
+        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
+    ) -> Call:  # fmt: skip
+        last, ends = channel_last(x), weight.shape[1] > 1
+        if last and grad.stride(1) != 1:
+            grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+        seg = segments(seq_idx, cu_seqlens, x.shape[2])
+        return Call(
+            grad, grad_final if return_final_states and ends else None, x, weight,
+            None if bias is None else bias.contiguous(), activation == "silu",
+            None if seq_idx is None else seg, cu_seqlens, initial_states if ends else None, seg, empty_dense(x, last),
+        )  # fmt: skip
+
+    @property
+    def sequences(self) -> int:
+        return self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def heads(self) -> int:
+        """Whose first outputs see initial states: nobody's, those of batch rows, those of packed sequences."""
+        return 0 if self.initial is None else 1 if self.cu_seqlens is None else 2
+
+    def parts(self, tiles: int) -> Tensor:
+        """Room for the sums of every program and, after them, of every sequence whose head is left to `edges_back`."""
+        count = self.x.shape[0] * tiles + (self.sequences if self.heads else 0)
+        return torch.empty(count, self.weight.shape[1] + 1, self.x.shape[1], dtype=torch.float32, device=self.x.device)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"BIAS": self.bias is not None, "SILU": self.silu, "SEG": self.seg is not None, "HEADS": self.heads}
+
+
+def finish(call: Call, part: Tensor, main: int, initial_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """After the main kernel, which left `main` sums: the ends of sequences, then the sums of sums."""
+    from turnout.ops.causal_conv1d_backward.kernels import edges_back, fold
+    from turnout.ops.launching import launch
+
+    x, weight, bias = call.x, call.weight, call.bias
+    (_, dim, length), width = x.shape, weight.shape[1]
+    dinitial = x.new_empty(0) if initial_states is None else torch.empty(initial_states.shape, dtype=x.dtype, device=x.device)
+    if call.initial is not None or call.grad_final is not None:
+        left = dinitial if call.initial is not None else None
+        tensors = (x, weight, bias, call.seq_idx, call.cu_seqlens, call.initial, call.grad, call.grad_final, call.dx, left, part[main:])
+        numbers = (
+            dim, length, *x.stride(), *weight.stride(), *strides(call.initial), *call.grad.stride(), *strides(call.grad_final),
+            *call.dx.stride(), *strides(left),
+        )  # fmt: skip
+        constants = {
+            "W": width, "BD": 128, "BIAS": bias is not None, "SILU": call.silu, "SEG": call.seq_idx is not None,
+            "PACKED": call.cu_seqlens is not None, "INIT": call.initial is not None, "FINAL": call.grad_final is not None,
+        }  # fmt: skip
+        launch(edges_back, call.sequences * ceil_div(dim, 128), tensors, numbers, constants, warps=4)
+    dweight = torch.empty(dim, width, dtype=weight.dtype, device=x.device)
+    dbias = x.new_empty(0) if bias is None else torch.empty(dim, dtype=bias.dtype, device=x.device)
+    constants = {"W": width, "BN": 16, "BM": 64, "BIAS": bias is not None}
+    tensors = (part, dweight, None if bias is None else dbias)
+    launch(fold, ceil_div((width + 1) * dim, 64), tensors, (part.shape[0], dim), constants, warps=4)
+    return call.dx, dweight, dbias, dinitial
+
+
+@CAUSAL_CONV1D_BACKWARD.route("strided", refuses=refuses_strided, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
+@CAUSAL_CONV1D_BACKWARD.route(
+    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.6), configs=rows_configs, numerics="close", version=1
+)
+def along_rows(
+    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
+    *, channels: int = 1, vectors: int = 256, warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from turnout.ops.causal_conv1d_backward.kernels import rows_back
+    from turnout.ops.launching import launch
+
+    call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    batch, dim, length = x.shape
+    vector = vector_of(2, call.seg, x, call.grad, call.dx)
+    tiles = ceil_div(length, vectors * vector)
+    part = call.parts(tiles)
+    numbers = (dim, length, *x.stride(), *weight.stride(), *call.grad.stride(), *call.dx.stride())
+    constants = {"W": weight.shape[1], "V": vector, "BR": channels, "BV": vectors, **call.flags}
+    programs = batch * tiles * ceil_div(dim, channels)
+    launch(rows_back, programs, (x, weight, call.bias, call.seg, call.grad, call.dx, part), numbers, constants, warps=warps)
+    return finish(call, part, batch * tiles, initial_states)
+
+
+@CAUSAL_CONV1D_BACKWARD.route(
+    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.6), configs=cols_configs, numerics="close", version=1
+)
+def down_columns(
+    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
+    *, groups: int = 4, rows: int = 4, steps: int = 16, channels: int = 128, warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from turnout.ops.causal_conv1d_backward.kernels import cols_back
+    from turnout.ops.launching import launch
+
+    call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    (batch, dim, length), width = x.shape, weight.shape[1]
+    steps = max(steps, ceil_div(width, rows))  # a walk must own at least one row
+    tiles = ceil_div(length, groups * (rows * steps - (width - 1)))
+    part = call.parts(tiles)
+    pairs = (n for t in (call.grad, call.dx) for n in (t.stride(0), t.stride(2)))
+    numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), *pairs)
+    constants = {
+        "W": width, "V": vector_of(1, None, x, call.grad, call.dx), "G": groups, "T": rows, "STEPS": steps, "BD": channels, **call.flags,
+    }  # fmt: skip
+    programs = batch * tiles * ceil_div(dim, channels)
+    launch(cols_back, programs, (x, weight, call.bias, call.seg, call.grad, call.dx, part), numbers, constants, warps=warps)
+    return finish(call, part, batch * tiles, initial_states)

@@ -1,0 +1,191 @@
+"""causal_conv1d_update: a step of decoding, the state of each sequence moved on in place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.causal_conv1d import channel_last, dense
+from turnout.ops.causal_conv1d.checks import check_filter, plain
+from turnout.routing.device import Device
+from turnout.routing.op import Op, Work
+
+
+class CausalConv1dUpdate(NamedTuple):
+    """Everything that may change the answer or the speed of one step."""
+
+    batch: int
+    dim: int
+    length: int  # 0 where x is [batch, channels], one position without an axis
+    width: int
+    state_length: int
+    slots: int
+    strides: tuple[int, ...]
+    state_strides: tuple[int, ...]
+    dtype: torch.dtype
+    weight_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    state_dtype: torch.dtype
+    activation: str | None
+    ring: bool
+    chosen_slots: bool
+
+    @staticmethod
+    def of(
+        x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+        cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
+    ) -> CausalConv1dUpdate:  # fmt: skip
+        check(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+        length = x.shape[2] if x.dim() == 3 else 0
+        return CausalConv1dUpdate(
+            x.shape[0], x.shape[1], length, weight.shape[1], conv_state.shape[2], conv_state.shape[0], x.stride(), conv_state.stride(),
+            x.dtype, weight.dtype, None if bias is None else bias.dtype, conv_state.dtype, activation,
+            cache_seqlens is not None, conv_state_indices is not None,
+        )  # fmt: skip
+
+    @property
+    def elements(self) -> int:
+        return self.batch * self.dim * max(self.length, 1 if len(self.strides) == 2 else 0)
+
+
+def check(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x is {list(x.shape)}, it needs to be [batch, channels] or [batch, channels, length]")
+    batch, dim = x.shape[:2]
+    check_filter(x, dim, weight, bias, activation)
+    shortest = weight.shape[1] - 1
+    if conv_state.dim() != 3 or conv_state.shape[1] != dim or conv_state.shape[2] < shortest:
+        raise ValueError(
+            f"conv_state is {list(conv_state.shape)}, it needs to be [slots, channels, state length] with {dim} channels "
+            f"and a state length of at least width - 1 = {shortest}"
+        )
+    if not conv_state.is_floating_point():
+        raise ValueError(f"conv_state is {plain(conv_state.dtype)}, it needs a floating-point dtype")
+    if conv_state_indices is None and conv_state.shape[0] != batch:
+        raise ValueError(
+            f"conv_state has {conv_state.shape[0]} slots for a batch of {batch}, without conv_state_indices it needs one for each"
+        )
+    if conv_state_indices is not None and batch > 0 and conv_state.shape[0] == 0:
+        raise ValueError("conv_state has no slots, it needs at least one")
+    for name, tensor in (("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
+        if tensor is not None and (tuple(tensor.shape) != (batch,) or tensor.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(f"{name} is {plain(tensor.dtype)} {list(tensor.shape)}, it needs to be int32 or int64 [batch]: [{batch}]")
+    for name, tensor in (("conv_state", conv_state), ("cache_seqlens", cache_seqlens), ("conv_state_indices", conv_state_indices)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, it needs x's device {x.device}")
+
+
+def reference(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """The window each output sees, one product a tap, added in float32 (float64 for float64), rounded once."""
+    check(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+    flat = x.dim() == 2
+    new = x[..., None] if flat else x
+    (batch, dim, length), width, size = new.shape, weight.shape[1], conv_state.shape[2]
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    live = None if conv_state_indices is None else conv_state_indices >= 0
+    slots = None if conv_state_indices is None else conv_state_indices.clamp(min=0)
+    held = conv_state if slots is None else conv_state[slots]
+
+    before = held[..., size - (width - 1) :]
+    if cache_seqlens is not None and width > 1:
+        before = held.gather(2, _ring(cache_seqlens, torch.arange(1 - width, 0, device=x.device), dim, size))
+    line = torch.cat([before.to(wide), new.to(wide)], 2)
+    acc = x.new_zeros(dim, 1, dtype=wide) if bias is None else bias.to(wide)[:, None]
+    for k in range(width):
+        acc = acc + line[..., k : k + length] * weight.to(wide)[:, k, None]
+    if activation == "silu":
+        acc = F.silu(acc)
+    if live is not None:
+        acc = torch.where(live[:, None, None], acc, 0.0)
+
+    if cache_seqlens is None:
+        moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]
+    elif size:
+        kept = min(length, size)  # of positions that fall on one place the last one stays
+        at = _ring(cache_seqlens, torch.arange(length - kept, length, device=x.device), dim, size)
+        moved = held.scatter(2, at, new[..., length - kept :].to(held.dtype))
+    else:
+        moved = held
+    if slots is None or live is None:
+        conv_state.copy_(moved)
+    elif batch:
+        # Padding must leave every state alone, so it repeats what the first live sequence writes, or what stands there if none is live.
+        place = torch.arange(batch, device=x.device)
+        own = torch.where(live, place, live.to(torch.uint8).argmax())
+        conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], held[own]))
+    y = acc.to(x.dtype)
+    return y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
+
+
+def _ring(cache_seqlens: Tensor, offsets: Tensor, dim: int, size: int) -> Tensor:
+    """Places in the ring at the given offsets from each sequence's length: [batch, dim, offsets]."""
+    return ((cache_seqlens[:, None] + offsets) % size)[:, None].expand(-1, dim, -1).long()
+
+
+def work(problem: CausalConv1dUpdate) -> Work:
+    """x and the state read, y and the state written, the filter read once. A ring is written at the new positions only."""
+    step = problem.elements * problem.dtype.itemsize
+    rows = problem.batch * problem.dim * problem.state_dtype.itemsize
+    read = rows * (problem.width - 1 if problem.ring else problem.state_length)
+    written = rows * (min(max(problem.length, 1), problem.state_length) if problem.ring else problem.state_length)
+    filters = problem.dim * problem.width * problem.weight_dtype.itemsize
+    return Work(2 * step + read + written + filters, 2 * problem.elements * problem.width, step + written)
+
+
+def reference_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
+    """A dozen small ops and two a tap; on a CPU measured with 512 x 5120 channels and a state of 4."""
+    if device.type == "cuda":
+        moved = device.seconds(6 * work(problem).bytes)
+        return None if moved is None else max(5e-6 * (2 * problem.width + 14 + 8 * problem.chosen_slots), moved / 0.6)
+    if device.type == "cpu":
+        each = 4e-9 * problem.state_length + 3.5e-9 * problem.width * max(problem.length, 1)
+        return 200e-6 + problem.batch * problem.dim * each
+    return None
+
+
+def arguments(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
+    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
+) -> tuple:  # fmt: skip
+    """The reference's arguments of a public call."""
+    return x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
+
+
+CAUSAL_CONV1D_UPDATE = Op(
+    "causal_conv1d_update", reference, problem_type=CausalConv1dUpdate, cost=reference_cost, work=work,
+    cases="turnout.ops.causal_conv1d_update.cases", arguments=arguments, autocast="ignore",
+    mutates=("conv_state",),
+)  # fmt: skip
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
+    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One or several more positions of each sequence: the outputs `causal_conv1d` would give there. `conv_state` is updated in place.
+
+    x: `[B, D]` or `[B, D, L]`, any strides; conv_state: `[B, D, S]` with `S >= W-1`, the last S positions; weight: `[D, W]`; bias: `[D]`;
+    activation: None or `"silu"`. Returns y like x.
+
+    `cache_seqlens` `[B]`: the state is a ring, the next position is written at `cache_seqlens % S`. `conv_state_indices` `[B]`: sequence b
+    keeps its state in slot `conv_state_indices[b]` of a larger conv_state; a negative one is padding, its output is 0 and no state changes.
+    Slots of one call must differ. There is no backward: the state is overwritten.
+
+    >>> import torch, turnout
+    >>> state = torch.tensor([[[3.0, 4.0]]])
+    >>> turnout.causal_conv1d_update(torch.tensor([[5.0]]), state, torch.tensor([[10.0, 1.0]]))
+    tensor([[45.]])
+    >>> state
+    tensor([[[4., 5.]]])
+    """
+    return CAUSAL_CONV1D_UPDATE(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)

@@ -1,0 +1,116 @@
+"""The tracks of causal_conv1d_update: one launch on a GPU, one pass on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.causal_conv1d import channel_last
+from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
+from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST, flat
+from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+
+def refuses_anywhere(problem: CausalConv1dUpdate) -> Iterator[str]:
+    if problem.elements == 0:
+        yield "nothing to convolve, this route needs at least one element"
+    if problem.state_length == 0:
+        yield "a state of length 0, this route needs at least 1"
+    named = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype, "conv_state": problem.state_dtype}
+    for name, dtype in named.items():
+        if dtype is not None:
+            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+
+
+def refuses_on_gpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    yield from refuses_anywhere(problem)
+    if max(problem.width, problem.state_length) > WIDEST:
+        yield f"width {problem.width} and a state of length {problem.state_length}, this route needs at most {WIDEST}"
+    if problem.length > LONGEST:
+        yield f"length {problem.length}, this route needs at most {LONGEST}"
+
+
+def refuses_on_cpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    yield from refuses_anywhere(problem)
+
+
+def gpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
+    moving = device.seconds(work(problem).bytes)
+    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
+
+
+def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
+    if device.type != "cpu":
+        return None
+    each = 2e-9 * problem.state_length + 1e-9 * problem.width * max(problem.length, 1)
+    return 250e-6 + problem.batch * problem.dim * each * 2 / min(device.units, torch.get_num_threads())
+
+
+def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:
+    """Few sequences need small blocks to reach every multiprocessor."""
+    sizes = (128, 256) if problem.batch * problem.dim >= 256 * device.units else (64, 128)
+    return [{"channels": channels, "warps": max(1, channels // 32)} for channels in sizes]
+
+
+@CAUSAL_CONV1D_UPDATE.route("one-launch", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_launch_configs, numerics="close", version=1)
+def one_launch(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, *, channels: int = 128, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    from turnout.ops.causal_conv1d_update.kernels import update
+    from turnout.ops.launching import launch
+
+    new, y, out = with_axis(x)
+    (batch, dim, length), size = new.shape, conv_state.shape[2]
+    whole = (
+        length == 1 and cache_seqlens is None and size & (size - 1) == 0 and size * conv_state.element_size() <= VECTOR_BYTES
+        and conv_state.stride(2) == 1 and widest(size, (conv_state, conv_state.stride()[:2])) == size
+    )  # fmt: skip
+    constants = {
+        "W": weight.shape[1], "S": size, "BD": channels, "BIAS": bias is not None, "SILU": activation == "silu",
+        "RING": cache_seqlens is not None, "SLOTS": conv_state_indices is not None, "WHOLE": whole,
+    }  # fmt: skip
+    numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
+    shift, lengths, slots = (None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices))
+    launch(update, batch * ceil_div(dim, channels), (new, conv_state, weight, shift, y, lengths, slots), numbers, constants, warps=warps)
+    return out
+
+
+def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x and a fresh output with an axis of positions, and the output as the caller knows it."""
+    if x.dim() == 3:
+        y = empty_dense(x, channel_last(x))
+        return x, y, y
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return x[..., None], y[..., None], y
+
+
+@CAUSAL_CONV1D_UPDATE.route("cpu-channels", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1)
+def cpu_channels(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
+    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
+) -> Tensor:  # fmt: skip
+    import numpy as np
+
+    from turnout.ops.causal_conv1d_update.cpu_kernels import tiles_of, update
+    from turnout.ops.threads import split
+
+    new, y, out = with_axis(x.detach())
+    batch, dim, length = new.shape
+    slots = np.arange(batch) if conv_state_indices is None else conv_state_indices.numpy().astype(np.int64)
+    if slots.max() >= conv_state.shape[0]:
+        raise IndexError(f"conv_state_indices has {slots.max()}, conv_state has {conv_state.shape[0]} slots")
+    at = np.empty(0, np.int64) if cache_seqlens is None else cache_seqlens.numpy().astype(np.int64) % conv_state.shape[2]
+    taps = weight.detach().to(torch.float32).t().contiguous().numpy()
+    shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
+    strides = (*new.stride(), *conv_state.stride(), *y.stride())
+    given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
+    split(lambda first, last: update(*given, first, last), tiles_of(batch, dim))
+    return out

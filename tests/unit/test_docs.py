@@ -1,0 +1,25 @@
+"""Every public function says what it takes and shows an example that runs."""
+
+import doctest
+import inspect
+
+import pytest
+import torch
+
+import turnout
+
+FUNCTIONS = [name for name in turnout.__all__ if inspect.isfunction(getattr(turnout, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_example_runs(name):
+    function = getattr(turnout, name)
+    assert function.__name__ == name
+    parsed = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {"torch": torch, "turnout": turnout}, name, None, 0)
+    assert parsed.examples
+    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(parsed).failed == 0
+
+
+def test_the_public_surface_is_what_it_says():
+    assert set(turnout.__all__) <= set(dir(turnout))
+    assert str(inspect.signature(turnout.dot)) == "(a: 'Tensor', b: 'Tensor') -> 'Tensor'"
