@@ -27,7 +27,8 @@ def tune(
     """Measure the routes of one call, or of an op's cases, or of every op's cases, and keep the times for this machine.
 
     `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of both; `tune()` all cases.
-    It stops when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a warning. `save=False` keeps nothing.
+    It stops when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a
+    warning. `save=False` keeps nothing.
     Returns a row for each problem measured.
 
     >>> import torch, turnout
