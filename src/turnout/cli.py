@@ -148,7 +148,6 @@ def bench(
 
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """
-    import turnout
     from turnout.bench import report, sweep
     from turnout.bench import roofline as picture
     from turnout.bench.router import measure_router
@@ -170,7 +169,7 @@ def bench(
             path.unlink(missing_ok=True)
         found = []
         cases = sum(only in str(case) for case in known.cases())
-        steps = sweep.sweep(known, getattr(turnout, known.name, known), where, ceiling, seconds=seconds, only=only)
+        steps = sweep.sweep(known, where, ceiling, seconds=seconds, only=only)
         for row in track(steps, known.name, total=cases, console=errors, disable=json):
             found.append(row)
             if path is not None:

@@ -42,12 +42,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 @torch.no_grad()
-def sweep_case(
-    op: Op, public: Callable[..., Any], case: Case, device: torch.device, ceiling: dict[str, float], seconds: float
-) -> dict[str, Any]:
-    """One row: the public call as it is routed, every route in the configuration it would get, and the peers."""
-    public_args = case.make(device, 0)
-    args = op.arguments(*public_args)
+def sweep_case(op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float) -> dict[str, Any]:
+    """One row: the call as it is routed, every route in the configuration it would get, and the peers."""
+    args = op.arguments(*case.make(device, 0))
     known, problem = Device.of(device), op.problem(*args)
     trial = Trial(op, args)
     verdict = op.verdict(op.key(args))
@@ -70,9 +67,10 @@ def sweep_case(
     why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
     if why is not None:
         return {"op": op.name, "case": case.name, "dtype": plain(case.dtype), "chosen": verdict.chosen, "wrong": {"turnout": why}}
+    error, reference_error = (float(f"{trial.error(run):.3g}") for run in (op, op.reference))  # first: timing may write into arguments
     timings = time_variants(
-        {"turnout": public, **{name: _as_public(op, run) for name, run in runs.items()}, **peers, **bounds},
-        rotating(public_args, known), device, cache=known.cache, seconds=seconds, rounds=40,
+        {"turnout": op.call, **runs, **peers, **bounds},
+        rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=40,
     )  # fmt: skip
     work = op.work(problem)
     bound = max(work.bytes / ceiling["copy" if work.written else "read"], work.flops / ceiling["matmul"])
@@ -89,21 +87,14 @@ def sweep_case(
         "device_us": {name: round(t.device_us, 2) for name, t in timings.items()},
         "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
         "bound_us": round(1e6 * bound, 3),
-        "error": float(f"{trial.error(op):.3g}"),
-        "reference_error": float(f"{trial.error(op.reference):.3g}"),
-        "peak_mib": {name: peak_mib(run, public_args) for name, run in {"turnout": public, **peers}.items()}
-        if device.type == "cuda"
-        else {},
+        "error": error,
+        "reference_error": reference_error,
+        "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": op.call, **peers}.items()} if device.type == "cuda" else {},
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
         "versions": versions(),
     }
     return row | ({"wrong": wrong} if wrong else {})
-
-
-def _as_public(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A route called with the public arguments; where these are the reference's own, nothing is put in between."""
-    return run if op.takes_public_arguments else lambda *args: run(*op.arguments(*args))
 
 
 def versions() -> dict[str, str | None]:
@@ -120,13 +111,11 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def sweep(
-    op: Op, public: Callable[..., Any], device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = ""
-) -> Iterator[dict[str, Any]]:
+def sweep(op: Op, device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = "") -> Iterator[dict[str, Any]]:
     """A row for each case whose name contains `only`."""
     for case in op.cases():
         if only in str(case):
-            yield sweep_case(op, public, case, device, ceiling, seconds)
+            yield sweep_case(op, case, device, ceiling, seconds)
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:

@@ -148,11 +148,6 @@ class Op:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
 
-    @property
-    def takes_public_arguments(self) -> bool:
-        """Whether a public call's arguments are the reference's."""
-        return self._arguments is None
-
     def cases(self) -> list[Case]:
         """The op's real calls, each with the model it comes from."""
         return importlib.import_module(self._cases).CASES

@@ -73,7 +73,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
     where = tensors[0].device
     device, problem = Device.of(where), op.problem(*args)
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
-    inputs = rotating(args, device)
+    inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]  # the trial's own arguments stay as they are
     trial = Trial(op, args)
     key = op.key(args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
@@ -87,13 +87,14 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
         name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
         runs[route.name] = op.driven(sound[name], key)  # with what the router asks before it runs a route
         best[route.name] = dict(getattr(sound[name], "keywords", {}))
+    errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(runs, inputs, where, cache=device.cache, rounds=20, seconds=seconds / 2)
     row = Row(
         op=op.name,
         problem={name: plain(value) for name, value in problem._asdict().items()},
         us=_rounded(timings, "us"),
         iqr=_rounded(timings, "iqr"),
-        error={name: float(f"{trial.error(run):.3g}") for name, run in runs.items()},
+        error=errors,
         peak_mib={name: peak_mib(run, args) for name, run in runs.items()} if where.type == "cuda" else {},
         config=best,
         version={name: op.routes[name].version for name in best},

@@ -112,7 +112,7 @@ def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
 
 def rows_tiles(problem: CausalConv1d, vector: int, most: int) -> list[Config]:
     """Long rows take a program several times; short rows share one."""
-    across = min(most, power_of_two(ceil_div(problem.length, vector)))
+    across = min(most, power_of_two(max(2, ceil_div(problem.length, vector))))  # Triton 3.7 cannot analyse a tile one element wide
     if across > 256:
         return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": across, "warps": 8}]
     if across == 256:
