@@ -79,12 +79,11 @@ def explain(
 ) -> None:
     """Which route a call would take and why, also for a GPU that is not here.
 
-    Each argument of the op is an option of its own name: a shape for a tensor, a number or a list for the rest.
+    Each argument of the op is an option of its own name: a shape for a tensor, with :dtype behind it where that differs; a number, a
+    list, a word, true or false for the rest. What is left out is as in a call that leaves it out.
 
     [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
     """
-    import torch
-
     from turnout.asking import explain as ask
     from turnout.routing.device import Device
     from turnout.routing.op import op_named
@@ -94,34 +93,40 @@ def explain(
     unknown = set(given) - set(known.signature.parameters)
     if unknown:
         raise ValueError(f"{op} has no argument {', '.join(sorted(unknown))}; it has: {', '.join(known.signature.parameters)}")
-    kind = _dtype(dtype)
-    arguments = {}
-    for name, parameter in known.signature.parameters.items():
-        is_tensor = "Tensor" in str(parameter.annotation)
-        if name in given:
-            arguments[name] = torch.empty(given[name], dtype=kind, device="meta") if is_tensor else _number(given[name])
-        elif "None" not in str(parameter.annotation):
-            raise ValueError(f"{op} needs --{name}, for example: turnout explain matmul --a 1,4096 --b 4096,1")
-    where = Device.named(device) if device else Device.of(_device(None))
-    verdict = ask(op, **arguments, device=where)
+    arguments = {name: _argument(str(known.signature.parameters[name].annotation), text, dtype) for name, text in given.items()}
+    try:
+        verdict = ask(op, **arguments, device=Device.named(device) if device else Device.of(_device(None)))
+    except TypeError as mistake:
+        raise ValueError(f"{op}: {mistake}; for example: turnout explain matmul --a 1,4096 --b 4096,1") from mistake
     print(verdict.json() if json else verdict)
 
 
-def _options(words: list[str]) -> dict[str, list[int]]:
-    """--a 1,2 --b=3 as {"a": [1, 2], "b": [3]}."""
-    flat = [part for word in words for part in word.split("=", 1)]
+def _options(words: list[str]) -> dict[str, str]:
+    """--a 1,2 --b=3 as {"a": "1,2", "b": "3"}."""
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
         raise ValueError(f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1")
+    return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _argument(annotation: str, text: str, dtype: str) -> Any:
+    """What a word on the command line means for a parameter."""
+    import torch
+
+    if "bool" in annotation:
+        if text not in ("true", "false"):
+            raise ValueError(f"{text!r} is neither true nor false")
+        return text == "true"
+    if "str" in annotation:
+        return text
+    shape, _, other = text.partition(":")
     try:
-        return {
-            name[2:].replace("-", "_"): [int(n) for n in value.split(",") if n] for name, value in zip(flat[::2], flat[1::2], strict=True)
-        }
+        numbers = [int(n) for n in shape.split(",") if n]
     except ValueError as mistake:
-        raise ValueError(f"{' '.join(words)!r}: shapes are whole numbers with commas between, like 1,4096") from mistake
-
-
-def _number(values: list[int]) -> Any:
-    return values[0] if len(values) == 1 else values
+        raise ValueError(f"{text!r}: shapes are whole numbers with commas between, like 1,4096") from mistake
+    if "Tensor" in annotation:
+        return torch.empty(numbers, dtype=_dtype(other or dtype), device="meta")
+    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def _dtype(name: str) -> Any:

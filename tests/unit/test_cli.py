@@ -27,10 +27,29 @@ def test_explain_for_a_card_that_is_not_here():
     assert told["device"] == "NVIDIA A100-SXM4-80GB"
 
 
+def test_explain_takes_words_flags_and_other_dtypes():
+    words = (
+        "--x",
+        "2,64,128",
+        "--weight",
+        "64,4:float32",
+        "--activation",
+        "silu",
+        "--seq-idx",
+        "2,128:int32",
+        "--return_final_states",
+        "true",
+    )
+    told = json.loads(turnout("explain", "causal_conv1d", *words, "--dtype", "bf16", "--device", "h200", "--json"))
+    assert told["problem"]["weight_dtype"] == "float32"
+    assert told["problem"]["activation"] == "silu"
+    assert told["problem"]["seq_idx"] is True
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("explain", "nope"), "op 'nope' is not known; one of:"), (("explain", "dot", "--a", "3"), "dot needs --b"),
+        (("explain", "nope"), "op 'nope' is not known; one of:"), (("explain", "dot", "--a", "3"), "missing a required argument: 'b'"),
         (("explain", "dot", "--a", "x", "--b", "3"), "whole numbers with commas"),
         (("explain", "dot", "--c", "3"), "has no argument c; it has: a, b"),
         (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.dot import contraction as shared
+from turnout.routing.device import Device
 from turnout.routing.op import Op
 
 
@@ -64,10 +65,17 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-reference_cost = shared.cost(
-    cuda=shared.Rate(host=19e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45),
-    cpu=shared.Rate(host=5e-6, start=5e-6, share={torch.bfloat16: 0.8, torch.float16: 0.2}, otherwise=0.11),
-)
+_GPU = shared.Rate(host=19e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45)
+_CPU = {torch.bfloat16: 0.8, torch.float16: 0.2, torch.complex64: 0.25}
+_long_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, share=_CPU, otherwise=0.11))
+_short_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, otherwise=0.8))
+
+
+def reference_cost(problem: Matmul, device: Device) -> float | None:
+    """torch reads many short sums well, and few long ones badly."""
+    sums = problem.contraction()
+    return (_short_sums if not isinstance(sums, str) and sums.length < 1024 else _long_sums)(problem, device)
+
 
 MATMUL = Op(
     "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work,
