@@ -32,10 +32,8 @@ _LIBRARY = torch.library.Library("turnout", "DEF")
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _MOST_REMEMBERED = 4096
 
-# What makes torch.autograd.Function-like wrapping cost, in seconds: a route must win by that much when gradients are wanted.
-# Measured with `turnout bench router`.
-AUTOGRAD_OVERHEAD = 12e-6
-
+# What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
+AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
 
 _functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
 _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
