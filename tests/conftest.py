@@ -19,6 +19,14 @@ def _clean(tmp_path, monkeypatch):
     forget_everything()
 
 
+@pytest.fixture
+def poison():
+    """Fresh memory is full of NaN: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def forget_everything():
     settings.from_environment.cache_clear()
     forget_choices()

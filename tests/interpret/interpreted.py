@@ -4,6 +4,7 @@ float32, float16 and complex64 only: the interpreter of Triton 3.6 and 3.7 is si
 """
 
 import functools
+import time
 
 import pytest
 import torch
@@ -12,31 +13,44 @@ from tests.walk import CPU, H200, calls, equal, gpu_routes
 from turnout.routing.case import copy
 from turnout.routing.verify import Trial
 
+SMALL = {"block": 64, "vectors": 4, "channels": 16, "groups": 2, "rows": 2}
+ENOUGH, SECONDS = 8, 3  # checks at least, and how long to go on for more
+
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
+def suits(args):
+    """Small enough for an interpreter, and in types it knows."""
+    kinds = {x.dtype for x in args if isinstance(x, torch.Tensor)}
+    return args[0].numel() <= 1100 and torch.bfloat16 not in kinds
+
+
 @gpu_routes
+@pytest.mark.usefixtures("poison")
 def test_interpreted(op, route):
-    seen = 0
-    for args in calls(op, route, CPU, H200, 25):
-        if any(isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16 for x in args):
+    """Every configuration of random calls, and of each a variant with small tiles: several of them and a ragged end in a short call."""
+    seen, end = 0, time.monotonic() + SECONDS
+    for args in calls(op, route, CPU, H200, 40):
+        if not suits(args):
             continue
-        for config in route.configs(op.problem(*args), H200):
-            # Small blocks make several chunks and a ragged tail out of a short call.
-            small = {name: min(value, 64) if name == "block" else value for name, value in config.items()}
-            for chosen in (config, small):
-                assert equal(op, functools.partial(route.run, **chosen), args)
-                seen += 1
-    assert seen > 10
+        configs = list(route.configs(op.problem(*args), H200))
+        small = {name: min(value, SMALL.get(name, value)) for name, value in configs[0].items()}
+        for chosen in (*configs, small):
+            assert equal(op, functools.partial(route.run, **chosen), args)
+            seen += 1
+        if seen > ENOUGH and time.monotonic() > end:
+            break
+    assert seen > ENOUGH
 
 
 @gpu_routes
 def test_nan_and_inf_pass_through(op, route):
-    seen = 0
-    for args in calls(op, route, CPU, H200, 12):
-        kinds = {x.dtype for x in args if isinstance(x, torch.Tensor)}
-        if args[0].dtype not in (torch.float32, torch.float16) or torch.bfloat16 in kinds:
+    seen, end = 0, time.monotonic() + SECONDS
+    for args in calls(op, route, CPU, H200, 20):
+        if args[0].dtype not in (torch.float32, torch.float16) or not suits(args):
             continue
+        if time.monotonic() > end and seen:
+            break
         for value in (float("nan"), float("inf")):
             first = copy(args[0])
             first.select(-1, -1).fill_(value)

@@ -1,5 +1,5 @@
-"""The GPU routes of causal_conv1d, its update and its backward in Triton's interpreter, on CPU tensors. Collected by
-test_causal_conv1d.py in a process of its own with TRITON_INTERPRET=1. float32 and float16 only: it is silently wrong for bfloat16."""
+"""What the walkers do not ask of the GPU routes of causal_conv1d, its update and its backward: the activation, NaN, wrong ends. In Triton's
+interpreter, on CPU tensors, collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
 
 import importlib
 import random
@@ -12,16 +12,17 @@ import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes  # noqa: F401
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, outputs
+from turnout.routing.verify import Trial, outputs, relative_error, truth
 
 H200, CPU = Device.named("h200"), torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered"),
+    pytest.mark.usefixtures("poison"),
+]
 
 NAMES = ("causal_conv1d", "causal_conv1d_update", "causal_conv1d_backward")
 PAIRS = [(OPS[name], route) for name in NAMES for route in OPS[name].routes.values() if not route.name.startswith("cpu")]
 routes = pytest.mark.parametrize(("op", "route"), PAIRS, ids=[f"{op.name}-{route.name}" for op, route in PAIRS])
-
-SMALL = {"vectors": 4, "channels": 16, "groups": 2, "rows": 2}  # several tiles and ragged ends out of a short call
 
 
 def taken_calls(op, route, first, count):
@@ -50,37 +51,17 @@ def with_silu(op, args, seed):
     return tuple(floats)
 
 
-@pytest.fixture(autouse=True)
-def _poison():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@routes
-def test_equals_the_reference(op, route):
-    seen = 0
-    for args in taken_calls(op, route, 0, 15):
-        expected = outputs(op, op.reference, args)
-        configs = route.configs(op.problem(*args), H200)
-        small = {name: min(value, SMALL.get(name, value)) for name, value in configs[0].items()}
-        config = small if seen % 2 else configs[seen // 2 % len(configs)]
-        found = outputs(op, lambda *a, c=config: route.run(*a, **c), args)
-        for a, b in zip(found, expected, strict=True):
-            assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
-            assert torch.equal(a, b), op.problem(*args)
-        seen += 1
-    assert seen >= 5
-
-
 @routes
 def test_silu_is_close(op, route):
     seen = 0
     for seed, args in enumerate(taken_calls(op, route, 100, 6)):
         args = with_silu(op, args, seed)
-        why = Trial(op, args).complaint(route.numerics, route.run)
-        # A program's own order of sums may cost dweight and dbias, sums over everything, more than one rounding in float32.
-        assert why is None or (op.name == "causal_conv1d_backward" and "e-07" in why), (why, op.problem(*args))
+        if op.name == "causal_conv1d_backward":  # dweight and dbias are sums over everything, in another order than torch's
+            found, true = outputs(op, route.run, args), truth(op, args)
+            rounding = 4 * torch.finfo(args[0].dtype).eps
+            assert all(relative_error(x, y) < rounding for x, y in zip(found, true, strict=True) if x.numel()), op.problem(*args)
+        else:
+            assert Trial(op, args).complaint(route.numerics, route.run) is None, op.problem(*args)
         seen += 1
     assert seen >= 2
 

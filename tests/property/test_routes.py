@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,12 +10,7 @@ import turnout
 from tests.walk import CPU, H200, equal, ops, random_call, routes, takes
 from turnout.routing.device import Device
 
-
-@pytest.fixture(autouse=True)
-def _poison():
-    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 @routes

@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,3 +24,9 @@ def test_example_runs(name):
 def test_the_public_surface_is_what_it_says():
     assert set(turnout.__all__) <= set(dir(turnout))
     assert str(inspect.signature(turnout.dot)) == "(a: 'Tensor', b: 'Tensor') -> 'Tensor'"
+
+
+def test_what_the_readme_shows_is_what_explain_says():
+    shown = (Path(__file__).parents[2] / "README.md").read_text().split("```\n")[2].split("```")[0]
+    a, b = torch.empty(1, 50_000_000, device="meta"), torch.empty(50_000_000, 1, device="meta")
+    assert str(turnout.explain(turnout.matmul, a, b, device="cpu")) + "\n" == shown

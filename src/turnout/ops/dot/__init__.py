@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -11,19 +9,10 @@ from turnout.ops.dot import contraction as shared
 from turnout.routing.op import Op
 
 
-class Dot(NamedTuple):
-    """Everything that may change the answer or the speed of one dot."""
+class Dot(shared.Pair):
+    """One dot."""
 
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    a_strides: tuple[int, ...]
-    b_strides: tuple[int, ...]
-    a_dtype: torch.dtype
-    b_dtype: torch.dtype
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> Dot:
-        return Dot(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+    __slots__ = ()
 
     def contraction(self) -> shared.Contraction | str:
         """The sum this call takes, or why it is none."""

@@ -19,6 +19,21 @@ GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class Pair(NamedTuple):
+    """Everything that may change the answer or the speed of a product of two tensors."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    a_strides: tuple[int, ...]
+    b_strides: tuple[int, ...]
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> Pair:
+        return cls(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+
+
 class Contraction(NamedTuple):
     """`batch` sums of `length` products each. Strides count elements: along the sum, and from one sum to the next."""
 

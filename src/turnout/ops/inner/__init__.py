@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,19 +11,10 @@ from turnout.ops.dot import contraction as shared
 from turnout.routing.op import Op
 
 
-class Inner(NamedTuple):
-    """Everything that may change the answer or the speed of one inner product."""
+class Inner(shared.Pair):
+    """One inner product."""
 
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    a_strides: tuple[int, ...]
-    b_strides: tuple[int, ...]
-    a_dtype: torch.dtype
-    b_dtype: torch.dtype
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> Inner:
-        return Inner(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+    __slots__ = ()
 
     def contraction(self) -> shared.Contraction | str:
         """The sum this call takes, or why it is none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,19 +13,10 @@ from turnout.routing.device import Device
 from turnout.routing.op import Op
 
 
-class Matmul(NamedTuple):
-    """Everything that may change the answer or the speed of one matrix product."""
+class Matmul(shared.Pair):
+    """One matrix product."""
 
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    a_strides: tuple[int, ...]
-    b_strides: tuple[int, ...]
-    a_dtype: torch.dtype
-    b_dtype: torch.dtype
-
-    @staticmethod
-    def of(a: Tensor, b: Tensor) -> Matmul:
-        return Matmul(a.shape, b.shape, a.stride(), b.stride(), a.dtype, b.dtype)
+    __slots__ = ()
 
     def contraction(self) -> shared.Contraction | str:
         """The sums this call takes, one per batch element, or why it is a matrix product."""
