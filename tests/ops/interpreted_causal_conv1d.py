@@ -12,7 +12,7 @@ import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes  # noqa: F401
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, outputs, relative_error, truth
+from turnout.routing.verify import Trial
 
 H200, CPU = Device.named("h200"), torch.device("cpu")
 pytestmark = [
@@ -56,12 +56,7 @@ def test_silu_is_close(op, route):
     seen = 0
     for seed, args in enumerate(taken_calls(op, route, 100, 6)):
         args = with_silu(op, args, seed)
-        if op.name == "causal_conv1d_backward":  # dweight and dbias are sums over everything, in another order than torch's
-            found, true = outputs(op, route.run, args), truth(op, args)
-            rounding = 4 * torch.finfo(args[0].dtype).eps
-            assert all(relative_error(x, y) < rounding for x, y in zip(found, true, strict=True) if x.numel()), op.problem(*args)
-        else:
-            assert Trial(op, args).complaint(route.numerics, route.run) is None, op.problem(*args)
+        assert Trial(op, args).complaint(route.numerics, route.run) is None, op.problem(*args)
         seen += 1
     assert seen >= 2
 
