@@ -9,7 +9,7 @@ import torch
 import turnout  # noqa: F401
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import outputs
+from turnout.routing.verify import Trial, outputs
 
 CPU = torch.device("cpu")
 H200 = Device.named("h200")
@@ -25,7 +25,12 @@ def random_call(op, seed, device):
 
 
 def equal(op, run, args):
-    """Whether a run gives what the reference gives: outputs and what it writes into, values, dtypes, strides."""
+    """Whether a run gives what the reference gives: outputs and what it writes into, values, dtypes, strides.
+
+    Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes roots says `INEXACT` in its cases
+    and is held to `close` instead."""
+    if getattr(importlib.import_module(op._cases), "INEXACT", False):
+        return Trial(op, args).complaint("close", run) is None
     found, expected = outputs(op, run, args), outputs(op, op.reference, args)
     same = [x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride()) and torch.equal(x, y) for x, y in zip(found, expected)]  # noqa: B905
     return len(found) == len(expected) and all(same)

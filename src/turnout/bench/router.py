@@ -11,7 +11,7 @@ import torch
 
 import turnout
 
-_CALLS, _ROUNDS = 2000, 25
+_CALLS, _ROUNDS = 1000, 25
 
 
 def measure_router() -> dict[str, dict[str, float]]:

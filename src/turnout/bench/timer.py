@@ -81,16 +81,17 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
                 torch.cuda.synchronize()
                 samples[name].append(1e3 * start.elapsed_time(stop))
                 if i % 3 == 0:
-                    host[name].append(_host_time(run, args))
+                    host[name].append(_host_time(run, args, samples[name][-1]))
             if i >= 2 and time.perf_counter() > end:
                 break
     return {name: _summary(samples[name], host[name]) for name in variants}
 
 
-def _host_time(run: Callable[..., Any], args: tuple) -> float:
-    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold caches."""
+def _host_time(run: Callable[..., Any], args: tuple, device_us: float) -> float:
+    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold caches. Few of a call that keeps
+    the card for long: the host does not set its time, and all of them are waited for."""
     spent = []
-    for _ in range(_HOST_CALLS):
+    for _ in range(max(3, min(_HOST_CALLS, int(10e3 / max(device_us, 1.0))))):
         before = time.perf_counter()
         run(*args)
         spent.append(time.perf_counter() - before)

@@ -88,6 +88,8 @@ class Op:
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; such an op has no backward.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
+    `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
+    settings is another call.
     """
 
     def __init__(
@@ -97,7 +99,9 @@ class Op:
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
         mutates: tuple[str, ...] = (),
+        ambient: Callable[[], Any] | None = None,
     ):  # fmt: skip
+        self.ambient = ambient
         self.name, self.reference, self.cost = name, reference, cost
         self.problem_type, self.problem = problem_type, problem_type.of
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
@@ -247,6 +251,8 @@ def _written_out(op: Op) -> Callable[..., Any]:
     the rest. The facts are everything the choice depends on; a call whose facts were seen before is one look-up away from its kernel."""
     tensor = "{0}.shape, {0}.stride(), {0}.dtype"
     facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
+    if op.ambient is not None:
+        facts.append("ambient()")
     facts.append(f"{next(iter(op.signature.parameters))}.get_device()")  # that the others are on it too is asked of routes only
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
@@ -276,6 +282,7 @@ def {op.name}({arguments}):
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
         "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
+        "ambient": op.ambient,
     }  # fmt: skip
     exec(source, known)
     return known[op.name]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.bench.peers import compiled
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.ops.needs import installed
@@ -83,16 +82,7 @@ def fla(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, 
     return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
 
 
-def compiled(*args: Any) -> Tensor:
-    return _compiled()(*args)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(eager)
-
-
-PEERS = {"torch": eager, "torch.compile": compiled} | ({"fla": fla} if installed("fla") else {})
+PEERS = {"torch": eager, "torch.compile": compiled(eager)} | ({"fla": fla} if installed("fla") else {})
 
 
 def copy(x: Tensor, *rest: Any) -> Tensor:

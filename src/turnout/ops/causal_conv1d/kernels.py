@@ -17,27 +17,8 @@ negative seg is padding (output 0). Taps that do not count are selected away, ne
 
 import triton
 import triton.language as tl
-from triton import knobs
-from triton.runtime.jit import constexpr_function
 
-
-@constexpr_function
-def speaks_ptx():
-    target = tl.target_info.current_target()
-    return not knobs.runtime.interpret and (target is None or target.backend == "cuda")
-
-
-@triton.jit
-def sigmoid(a):
-    if speaks_ptx():
-        # Flushing subnormals saves three of eight instructions and costs nothing: exp2 is about to be added to 1.
-        return tl.inline_asm_elementwise(
-            "{.reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
-            " rcp.approx.ftz.f32 $0, t;}",
-            "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return 1.0 / (1.0 + tl.exp2(a * -1.4426950408889634))
+from turnout.ops.common_kernels import sigmoid
 
 
 @triton.jit
@@ -121,7 +102,7 @@ def rows(
                 t = tl.where(ss[P * V + e - (W - 1) + k] == ss[P * V + e], t, 0.0)
             acc += t * taps[k]
         if SILU:
-            acc *= sigmoid(acc)
+            acc *= sigmoid(acc, y.dtype.element_ty == tl.float32)
         if SEG:
             acc = tl.where(ss[P * V + e] >= 0, acc, 0.0)
         out = out + (acc.to(y.dtype.element_ty),)
@@ -191,7 +172,7 @@ def cols(
                     t = tl.where(ss[i + k] == ss[i + W - 1], t, 0.0)
                 acc += t * raw[k].to(tl.float32)[None, :]
             if SILU:
-                acc *= sigmoid(acc)
+                acc *= sigmoid(acc, y.dtype.element_ty == tl.float32)
             if SEG:
                 acc = tl.where(ss[i + W - 1] >= 0, acc, 0.0)
             q = tl.multiple_of(py + i * yl, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
@@ -275,7 +256,7 @@ def edges(
                     t = tl.where(there == here, t, 0.0)
                 acc += t * tl.load(w + d * wd + k * wk, mask=dm, other=0.0).to(tl.float32)
             if SILU:
-                acc *= sigmoid(acc)
+                acc *= sigmoid(acc, y.dtype.element_ty == tl.float32)
             if SEG:
                 acc = tl.where(here >= 0, acc, 0.0)
             tl.store(py + o * yl, acc.to(y.dtype.element_ty), mask=dm & (o < size))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches
+from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
 from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -67,11 +67,21 @@ def refuses_cpu_cols(problem: CausalConv1d, device: Device) -> Iterator[str]:
     yield from needs_layout(problem, "channel-last")
 
 
-# Costs, in seconds. CPU times were measured on two cores (see NOTES.md).
+# Costs, in seconds: bytes at a share of the bandwidth. GPU shares are what the probes of this kernel reached on an H200, CPU times were
+# measured on two cores (see NOTES.md).
 
 
-def gpu_cost(problem: Any, device: Device) -> None:
-    """No estimate until the whole GPU suite has passed on a card: until then a pin takes these routes, or `tune`, which checks outputs."""
+def launches_of(problem: CausalConv1d) -> int:
+    """The main kernel, one that numbers packed sequences, one for states."""
+    return 1 + (problem.sequences > 0) + ((problem.initial_states or problem.return_final_states) and problem.width > 1)
+
+
+def gpu_cost(share: float) -> Callable[[CausalConv1d, Device], float | None]:
+    def seconds(problem: CausalConv1d, device: Device) -> float | None:
+        moving = device.seconds(work(problem).bytes)
+        return None if moving is None or device.type != "cuda" else max(12e-6 * launches_of(problem), 4e-6 + moving / share)
+
+    return seconds
 
 
 def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
@@ -127,8 +137,7 @@ def cols_shape(problem: CausalConv1d) -> tuple[int, int]:
 
 def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
     channels, groups = cols_shape(problem)
-    shapes = ((16, 1), (8, 1), (8, 2))
-    return [{"groups": groups, "rows": rows, "steps": steps, "channels": channels, "warps": 4} for rows, steps in shapes]
+    return [{"groups": groups, "rows": rows, "steps": 1, "channels": channels, "warps": 4} for rows in (16, 12, 8)]
 
 
 # Routes on a GPU
@@ -155,9 +164,9 @@ def with_states(
 
 
 # The rows kernel takes any strides too, one element at a time.
-@CAUSAL_CONV1D.route("strided", refuses=refuses_on_gpu, cost=gpu_cost, configs=strided_configs, numerics="close", version=1)
+@CAUSAL_CONV1D.route("strided", refuses=refuses_on_gpu, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
 @CAUSAL_CONV1D.route(
-    "channel-first", refuses=refuses_channel_first, cost=gpu_cost, configs=channel_first_configs, numerics="close", version=1
+    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.76), configs=channel_first_configs, numerics="close", version=1
 )
 def along_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
@@ -169,7 +178,9 @@ def along_rows(
     return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
 
 
-@CAUSAL_CONV1D.route("channel-last", refuses=refuses_channel_last, cost=gpu_cost, configs=channel_last_configs, numerics="close", version=1)
+@CAUSAL_CONV1D.route(
+    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.74), configs=channel_last_configs, numerics="close", version=1
+)
 def down_columns(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool,

@@ -14,13 +14,14 @@ HEADS: outputs that see initial states (1: the first W-1 of a batch row, 2: of e
 import triton
 import triton.language as tl
 
-from turnout.ops.causal_conv1d.kernels import join_last, sigmoid, span, split_last
+from turnout.ops.causal_conv1d.kernels import join_last, span, split_last
+from turnout.ops.common_kernels import sigmoid
 
 
 @triton.jit
-def slope(a):
+def slope(a, PRECISE: tl.constexpr):
     """d silu(a) / da"""
-    s = sigmoid(a)
+    s = sigmoid(a, PRECISE)
     return s * (1.0 + a * (1.0 - s))
 
 
@@ -95,7 +96,7 @@ def rows_back(
             a = zero
             for k in tl.static_range(W):
                 a += seen[k] * taps[k]
-            g = tl.where(inside & (l + e < L), g * slope(a), 0.0)
+            g = tl.where(inside & (l + e < L), g * slope(a, dx.dtype.element_ty == tl.float32), 0.0)
         if SEG:
             g = tl.where(ss[P * V + e] >= 0, g, 0.0)
         grads = grads + (g,)
@@ -202,7 +203,7 @@ def cols_back(
                     a += raw[W].to(tl.float32)[None, :]
                 for k in tl.static_range(W):
                     a += seen[k] * raw[k].to(tl.float32)[None, :]
-                g = tl.where(here < L, g * slope(a), 0.0)
+                g = tl.where(here < L, g * slope(a, dx.dtype.element_ty == tl.float32), 0.0)
             if SEG:
                 g = tl.where(ss[i + W - 1] >= 0, g, 0.0)
             gs = gs + (g,)
@@ -304,7 +305,7 @@ def edges_back(
                     a += tl.load(bias + d, mask=dm, other=0.0).to(tl.float32)
                 for k in tl.static_range(W):
                     a += seen[k] * taps[k]
-                g = tl.where(o < size, g * slope(a), 0.0)
+                g = tl.where(o < size, g * slope(a, dx.dtype.element_ty == tl.float32), 0.0)
             if SEG:
                 g = tl.where(ss[o + W - 1] >= 0, g, 0.0)
             gs = gs + (g,)

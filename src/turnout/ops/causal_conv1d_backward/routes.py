@@ -11,7 +11,7 @@ from torch import Tensor
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d import routes as forward
 from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, segments, strides, vector_of
-from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalConv1dBackward
+from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalConv1dBackward, work
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -28,6 +28,19 @@ def refuses_channel_last(problem: CausalConv1dBackward, device: Device) -> Itera
 
 def refuses_strided(problem: CausalConv1dBackward, device: Device) -> Iterator[str]:
     yield from forward.refuses_on_gpu(problem.call, device)
+
+
+# Costs
+
+
+def gpu_cost(share: float) -> Any:
+    def seconds(problem: CausalConv1dBackward, device: Device) -> float | None:
+        moving = device.seconds(work(problem).bytes)
+        return (
+            None if moving is None or device.type != "cuda" else max(14e-6 * (1 + forward.launches_of(problem.call)), 8e-6 + moving / share)
+        )
+
+    return seconds
 
 
 # Configurations, best guess first
@@ -130,11 +143,9 @@ def finish(call: Call, part: Tensor, main: int, initial_states: Tensor | None) -
     return call.dx, dweight, dbias, dinitial
 
 
+@CAUSAL_CONV1D_BACKWARD.route("strided", refuses=refuses_strided, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
 @CAUSAL_CONV1D_BACKWARD.route(
-    "strided", refuses=refuses_strided, cost=forward.gpu_cost, configs=strided_configs, numerics="close", version=1
-)
-@CAUSAL_CONV1D_BACKWARD.route(
-    "channel-first", refuses=refuses_channel_first, cost=forward.gpu_cost, configs=rows_configs, numerics="close", version=1
+    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.6), configs=rows_configs, numerics="close", version=1
 )
 def along_rows(
     grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
@@ -157,7 +168,7 @@ def along_rows(
 
 
 @CAUSAL_CONV1D_BACKWARD.route(
-    "channel-last", refuses=refuses_channel_last, cost=forward.gpu_cost, configs=cols_configs, numerics="close", version=1
+    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.6), configs=cols_configs, numerics="close", version=1
 )
 def down_columns(
     grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.bench.peers import compiled, replayed
 from turnout.ops.causal_conv1d.cases import BF16, FP16, FP32, KINDS
+from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
 from turnout.routing.case import Case, normal, seeded, small_integers
 
 
@@ -60,16 +60,8 @@ def eager(
     return y if x.dim() == 3 else y[..., 0]
 
 
-def compiled(*args: Any) -> Tensor:
-    return _compiled()(*args)
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(eager)
-
-
-PEERS = {"torch": eager, "torch.compile": compiled}
+PEERS = {"torch": eager, "torch.compile": compiled(eager)}
+BOUNDS = {"graph replay": replayed(CAUSAL_CONV1D_UPDATE)}  # a step is all launch until hundreds of sequences take it
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:

@@ -7,7 +7,8 @@
 import triton
 import triton.language as tl
 
-from turnout.ops.causal_conv1d.kernels import join_last, sigmoid, split_last
+from turnout.ops.causal_conv1d.kernels import join_last, split_last
+from turnout.ops.common_kernels import sigmoid
 
 
 @triton.jit
@@ -78,7 +79,7 @@ def update(
             acc += window[k] * taps[k]
         window = window[1:]
         if SILU:
-            acc *= sigmoid(acc)
+            acc *= sigmoid(acc, y.dtype.element_ty == tl.float32)
         tl.store(py, tl.where(live, acc, 0.0).to(y.dtype.element_ty), mask=dm)
         px += xl
         py += yl

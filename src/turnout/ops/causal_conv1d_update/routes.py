@@ -10,8 +10,8 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
-from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST, flat, gpu_cost
-from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate
+from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST, flat
+from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -39,6 +39,11 @@ def refuses_on_gpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]
 def refuses_on_cpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]:
     yield from needs.needs_numba(device)
     yield from refuses_anywhere(problem)
+
+
+def gpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
+    moving = device.seconds(work(problem).bytes)
+    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
 
 
 def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:

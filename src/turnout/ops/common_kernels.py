@@ -1,0 +1,36 @@
+"""What Triton kernels of several ops share."""
+
+# A branch on a constexpr needs its else.
+# ruff: noqa: RET505
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime.jit import constexpr_function
+
+
+@constexpr_function
+def speaks_ptx():
+    target = tl.target_info.current_target()
+    return not knobs.runtime.interpret and (target is None or target.backend == "cuda")
+
+
+@triton.jit
+def sigmoid(a, PRECISE: tl.constexpr = False):
+    """1 / (1 + exp(-a)). PRECISE for results that stay in float32: what a * log2(e) rounds away is put back, and the quotient is rounded
+    once; a half type does not see the difference."""
+    if PRECISE:
+        near = tl.minimum(tl.maximum(a, -87.0), 87.0)  # keeps the correction finite where exp is infinite or zero
+        rounded = near * -1.4426950216293335
+        lost = tl.fma(near, -1.4426950216293335, -rounded) + near * -1.9259629911e-8
+        return tl.div_rn(1.0, 1.0 + tl.exp2(a * -1.4426950216293335) * (1.0 + 0.6931471805599453 * lost))
+    elif speaks_ptx():
+        # Flushing subnormals saves three of eight instructions and costs nothing: exp2 is about to be added to 1.
+        return tl.inline_asm_elementwise(
+            "{.reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000;"
+            " rcp.approx.ftz.f32 $0, t;}",
+            "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return 1.0 / (1.0 + tl.exp2(a * -1.4426950408889634))
