@@ -1,4 +1,4 @@
-"""The command line: doctor, explain, bench, tune."""
+"""The command line: doctor, explain, bench, tune, race."""
 
 from __future__ import annotations
 
@@ -147,6 +147,8 @@ def bench(
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, e.g. benchmarks/results.")] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
+    tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
+    export: Annotated[Path | None, typer.Option(help="With --tune: also write what was found into this table to ship.")] = None,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
@@ -158,7 +160,11 @@ def bench(
     from turnout.bench.router import measure_router
     from turnout.routing.device import Device
     from turnout.routing.op import OPS, op_named
+    from turnout.routing.table import Row
+    from turnout.routing.table import export as write
 
+    if export is not None and not tuned:
+        raise ValueError("--export writes what --tune finds; give both")
     if ops == ["router"]:
         return _show_router(measure_router(), json)
     chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
@@ -168,17 +174,20 @@ def bench(
     where = _device(device)
     ceiling = sweep.ceilings(where)
     rows: list[dict[str, Any]] = []
+    entries: list[Row] | None = [] if tuned else None
     for known in chosen:
         path = None if out is None else out / Device.of(where).slug / f"{known.name}.jsonl"
         if path is not None:
             path.unlink(missing_ok=True)
         found = []
         cases = sum(only in str(case) for case in known.cases())
-        steps = sweep.sweep(known, where, ceiling, seconds=seconds, only=only)
+        steps = sweep.sweep(known, where, ceiling, seconds=seconds, only=only, tuned=entries)
         for row in track(steps, known.name, total=cases, console=errors, disable=json):
             found.append(row)
             if path is not None:
                 sweep.append_row(row, path)
+        if export is not None and entries:
+            write(entries, Device.of(where), export)
         rows += found
         if not json:
             report.show(found, console)
@@ -241,3 +250,49 @@ def tune(
         )
     console.print(table)
     console.print(f"{len(rows)} rows in {export or folder(Device.of(where))}", highlight=False)
+
+
+@app.command()
+def race(
+    model: Annotated[str, typer.Argument(help="wan-vae, wan22-vae, flux-vae, ltx-vae, flux, wan or mamba.")],
+    size: Annotated[str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Where = None,
+    weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
+    numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the stock model races too.")] = False,
+    rounds: Annotated[int, typer.Option(help="At most this many calls of each.")] = 10,
+    seconds: Annotated[float, typer.Option(help="No new round after this long.")] = 20.0,
+    out: Annotated[Path | None, typer.Option(help="A folder: the row is added to <device>/race.jsonl, e.g. benchmarks/results.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG.")] = None,
+    json: Json = False,
+) -> None:
+    """A real model, stock and accelerated in turns: time, peak memory, distance from float32, and the routes taken.
+
+    [bold]Example[/bold]  turnout race wan-vae --report wan.html
+    """
+    from turnout.bench.sweep import append_row
+    from turnout.race import page
+    from turnout.race.models import RACERS
+    from turnout.race.run import race as run
+    from turnout.routing.device import Device
+
+    if model not in RACERS:
+        raise ValueError(f"model {model!r} is not known; one of: {', '.join(RACERS)}")
+    where = _device(device)
+    size = size or ("full" if where.type == "cuda" else "small")
+    if size not in RACERS[model].sizes:
+        raise ValueError(f"{model} has no size {size!r}; one of: {', '.join(RACERS[model].sizes)}")
+    with errors.status(RACERS[model].describe(size)) as status:
+        found = run(
+            model, size, _dtype(dtype), where, weights=weights, numerics=numerics, rounds=rounds, seconds=seconds, compiled=compile,
+            say=lambda step: status.update(f"{RACERS[model].describe(size)}: {step}"),
+        )  # fmt: skip
+    if out is not None:
+        append_row(found.row(), out / Device.of(where).slug / "race.jsonl")
+    if report is not None:
+        page.write(found, report)
+    if json:
+        print(json_format.dumps(found.row()))
+        return
+    page.show(found, console)

@@ -18,7 +18,8 @@ from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
-from turnout.routing.tune import peak_mib, rotating
+from turnout.routing.table import Row
+from turnout.routing.tune import measure, peak_mib, remember, rotating
 from turnout.routing.verify import Trial
 
 
@@ -42,11 +43,18 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 @torch.no_grad()
-def sweep_case(op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float) -> dict[str, Any]:
-    """One row: the call as it is routed, every route in the configuration it would get, and the peers."""
+def sweep_case(
+    op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float, tuned: list[Row] | None = None
+) -> dict[str, Any]:
+    """One row: the call as it is routed, every route in the configuration it would get, and the peers. With `tuned`, the call is tuned
+    first, and what that found is added to the list."""
     args = op.arguments(*case.make(device, 0))
     known, problem = Device.of(device), op.problem(*args)
     trial = Trial(op, args)
+    if tuned is not None:
+        found, _ = measure(op, args, seconds=seconds, trial=trial)
+        remember(found, known)
+        tuned.append(found)
     verdict = op.verdict(op.key(args))
     runs: dict[str, Callable[..., Any]] = {}
     wrong: dict[str, str] = {}
@@ -111,11 +119,13 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def sweep(op: Op, device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = "") -> Iterator[dict[str, Any]]:
+def sweep(
+    op: Op, device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = "", tuned: list[Row] | None = None
+) -> Iterator[dict[str, Any]]:
     """A row for each case whose name contains `only`."""
     for case in op.cases():
         if only in str(case):
-            yield sweep_case(op, case, device, ceiling, seconds)
+            yield sweep_case(op, case, device, ceiling, seconds, tuned)
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:

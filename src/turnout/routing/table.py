@@ -151,9 +151,10 @@ def decode(op: Op, given: Mapping[str, Any]) -> Any | None:
 def _decode(hint: Any, value: Any) -> Any:
     if isinstance(value, str) and torch.dtype in (hint, *typing.get_args(hint)):
         return getattr(torch, value, None)
-    if isinstance(value, list) and hasattr(hint, "_fields"):  # a problem inside a problem
-        hints = typing.get_type_hints(hint)
-        return hint(*(_decode(hints[name], part) for name, part in zip(hint._fields, value, strict=True)))
+    inner = next((kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "_fields")), None)
+    if isinstance(value, list) and inner is not None:  # a problem inside a problem
+        hints = typing.get_type_hints(inner)
+        return inner(*(_decode(hints[name], part) for name, part in zip(inner._fields, value, strict=True)))
     return tuple(_decode(None, part) for part in value) if isinstance(value, list) else value
 
 

@@ -59,22 +59,26 @@ def tune(
             row, where = measure(known, known.arguments(*make()), seconds=max(0.3, left / (len(calls) - len(rows))))
             rows.append(row)
             if save:
-                publish(row, where)
-    if save:
-        forget_tables()
-        forget_choices()
+                remember(row, where)
     return rows
 
 
+def remember(row: Row, device: Device) -> None:
+    """Keep a row for this machine; calls from now on know of it."""
+    publish(row, device)
+    forget_tables()
+    forget_choices()
+
+
 @torch.no_grad()
-def measure(op: Op, args: tuple, *, seconds: float = 5.0) -> tuple[Row, Device]:
+def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = None) -> tuple[Row, Device]:
     """Verify and time every route that takes these arguments, each in its best configuration, and the reference."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     where = tensors[0].device
     device, problem = Device.of(where), op.problem(*args)
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
     inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]  # the trial's own arguments stay as they are
-    trial = Trial(op, args)
+    trial = trial or Trial(op, args)
     key = op.key(args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
