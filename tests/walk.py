@@ -1,5 +1,6 @@
 """What every layer walks: ops, their routes, and random calls. A declared route is covered by all of them."""
 
+import functools
 import importlib
 import random
 
@@ -33,6 +34,8 @@ def equal(op, run, args):
         return Trial(op, args).complaint("close", run) is None
     found, expected = outputs(op, run, args), outputs(op, op.reference, args)
     same = [x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride()) and torch.equal(x, y) for x, y in zip(found, expected)]  # noqa: B905
+    if args[0].device.type == "cuda" and "conv" in op.name and not all(same):  # some of cuDNN's own kernels transform and are not exact
+        return Trial(op, args).complaint("close", run) is None
     return len(found) == len(expected) and all(same)
 
 
@@ -48,9 +51,20 @@ def calls(op, route, device, target, count, seeds=range(100_000)):
     raise AssertionError(f"no {count} calls for {op.name} {route.name} among the random calls")
 
 
-def takes(op, route, target, tries=300):
+@functools.cache
+def problems(op):
+    """Those of some random calls."""
+    return [op.problem(*random_call(op, seed, CPU)) for seed in range(300)]
+
+
+def takes(op, route, target):
     """Whether the route takes some random call on the device `target`."""
-    return any(not any(route.refuses(op.problem(*random_call(op, seed, CPU)), target)) for seed in range(tries))
+    return any(not any(route.refuses(problem, target)) for problem in problems(op))
+
+
+def listed(op, name):
+    """Routes that an op's cases list: `NOT_OURS` only call kernels of torch, with nothing to compile; `GLUON` has no interpreter."""
+    return getattr(importlib.import_module(op._cases), name, ())
 
 
 def _parametrised(pairs):
@@ -59,5 +73,8 @@ def _parametrised(pairs):
 
 ALL = [(op, route) for op in OPS.values() for route in op.routes.values()]
 routes = _parametrised(ALL)
-gpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, H200)])
+ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
+gpu_routes = _parametrised(ON_GPU)
+LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
+triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])

@@ -33,7 +33,7 @@ def floating_calls(op, route, count):
 
 @cpu_routes
 def test_opcheck_with_the_route_pinned(op, route):
-    for args in floating_calls(op, route, 6):
+    for args in floating_calls(op, route, 6 if len(op.routes) < 6 else 2):
         with turnout.pin(**{op.name: route.name}):
             torch.library.opcheck(op.opaque, args)
             if op.mutates:

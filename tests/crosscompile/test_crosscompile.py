@@ -7,8 +7,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from tests.walk import gpu_routes, random_call
+from tests.walk import LAUNCHING, random_call, takes
 from turnout.ops import launching
 from turnout.routing.device import Device
 
@@ -21,7 +22,15 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.uint8: "u8",
 }
+
+
+def kind(x):
+    """Triton's name for the type of a tensor, or of a descriptor of one."""
+    if isinstance(x, torch.Tensor):
+        return "*" + TYPES[x.dtype]
+    return f"tensordesc<{TYPES[x.base.dtype]}{list(x.block_shape)},{x.layout!r}>"
 
 
 class Compiler:
@@ -31,8 +40,9 @@ class Compiler:
         self.capability, self.compiled = capability, {}
 
     def __call__(self, kernel, programs, tensors, numbers, constants, *, warps, **options):
-        pointers = [("constexpr", False) if x is None else ("*" + TYPES[x.dtype], True) for x in tensors]
-        scalars = [("i64" if isinstance(n, int) else "fp32", isinstance(n, int) and n % 16 == 0) for n in numbers]
+        pointers = [("constexpr", False) if x is None else (kind(x), isinstance(x, torch.Tensor)) for x in tensors]
+        whole = "i32" if kernel.is_gluon() else "i64"  # TMA takes no wider coordinates
+        scalars = [(whole if isinstance(n, int) else "fp32", isinstance(n, int) and n % 16 == 0) for n in numbers]
         names = kernel.arg_names[: len(pointers) + len(scalars)]
         signature = {name: kind for name, (kind, _) in zip(names, pointers + scalars, strict=True)}
         fixed = dict(constants) | {name: None for name, x in zip(names, tensors, strict=False) if x is None}
@@ -43,13 +53,16 @@ class Compiler:
         aligned = {(i,): [["tt.divisibility", 16]] for i, (_, even) in enumerate(pointers + scalars) if even and names[i] not in fixed}
         key = (kernel.fn.__name__, tuple(signature.items()), tuple(fixed.items()), tuple(aligned), warps)
         if key not in self.compiled:
-            source = ASTSource(kernel, signature, constexprs=fixed, attrs=aligned)
+            write = GluonASTSource if kernel.is_gluon() else ASTSource
+            source = write(kernel, signature, constexprs=fixed, attrs=aligned)
             target = GPUTarget("cuda", self.capability, 32)
             self.compiled[key] = triton.compile(source, target=target, options={"num_warps": warps, **options})
 
 
-@pytest.mark.parametrize("card", CARDS)
-@gpu_routes
+PLACES = [(op, route, card) for op, route in LAUNCHING for card in CARDS if takes(op, route, Device.named(card))]
+
+
+@pytest.mark.parametrize(("op", "route", "card"), PLACES, ids=[f"{op.name}-{route.name}-{card}" for op, route, card in PLACES])
 def test_compiles(op, route, card, monkeypatch):
     device, compiler = Device.named(card), Compiler(CARDS[card])
     real = launching.launch

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.walk import CPU, H200, calls, equal, gpu_routes
+from tests.walk import CPU, H200, calls, equal, triton_routes
 from turnout.routing.case import copy
 from turnout.routing.verify import Trial
 
@@ -25,7 +25,7 @@ def suits(args):
     return args[0].numel() <= 1100 and torch.bfloat16 not in kinds
 
 
-@gpu_routes
+@triton_routes
 @pytest.mark.usefixtures("poison")
 def test_interpreted(op, route):
     """Every configuration of random calls, and of each a variant with small tiles: several of them and a ragged end in a short call."""
@@ -43,7 +43,7 @@ def test_interpreted(op, route):
     assert seen > ENOUGH
 
 
-@gpu_routes
+@triton_routes
 def test_nan_and_inf_pass_through(op, route):
     seen, end = 0, time.monotonic() + SECONDS
     for args in calls(op, route, CPU, H200, 20):

@@ -443,18 +443,17 @@ def test_compiled_in_one_graph(dynamic):
 
 
 def test_explain_says_what_a_card_could_do():
-    """Routes that have not passed the GPU suite have no cost: they are offered, and taken when pinned, not by the model."""
     x = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(4096, 4, dtype=torch.bfloat16, device="meta")
     for given, taken in ((x, {"channel-first", "strided"}), (x.mT, {"channel-last", "strided"}), (x[..., ::2], {"strided"})):
         found = turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200")
-        assert found.chosen == "reference"
+        assert found.chosen in taken
         assert set(found.microseconds) - set(found.refused) - {"reference"} == taken
         for name in taken:
             with turnout.pin(causal_conv1d=name):
                 assert turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200").chosen == name
     step = turnout.explain("causal_conv1d_update", x[:, :, 0], x[..., :4], weight, activation="silu", device="h200")
-    assert "one-launch" not in step.refused
+    assert step.chosen == "one-launch"
 
 
 # The shim

@@ -2,7 +2,7 @@
 
 # A branch on a constexpr needs its else.
 # ruff: noqa: RET505
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -17,14 +17,19 @@ def speaks_ptx():
 
 
 @triton.jit
+def exp_of_minus(a):
+    """exp(-a) to the last bit but one: what a * log2(e) rounds away is put back."""
+    near = tl.minimum(tl.maximum(a, -87.0), 87.0)  # keeps the correction finite where exp is infinite or zero
+    rounded = near * -1.4426950216293335
+    lost = tl.fma(near, -1.4426950216293335, -rounded) + near * -1.9259629911e-8
+    return tl.exp2(a * -1.4426950216293335) * (1.0 + 0.6931471805599453 * lost)
+
+
+@triton.jit
 def sigmoid(a, PRECISE: tl.constexpr = False):
-    """1 / (1 + exp(-a)). PRECISE for results that stay in float32: what a * log2(e) rounds away is put back, and the quotient is rounded
-    once; a half type does not see the difference."""
+    """1 / (1 + exp(-a)). PRECISE for results that stay in float32; a half type does not see the difference."""
     if PRECISE:
-        near = tl.minimum(tl.maximum(a, -87.0), 87.0)  # keeps the correction finite where exp is infinite or zero
-        rounded = near * -1.4426950216293335
-        lost = tl.fma(near, -1.4426950216293335, -rounded) + near * -1.9259629911e-8
-        return tl.div_rn(1.0, 1.0 + tl.exp2(a * -1.4426950216293335) * (1.0 + 0.6931471805599453 * lost))
+        return tl.div_rn(1.0, 1.0 + exp_of_minus(a))
     elif speaks_ptx():
         # Flushing subnormals saves three of eight instructions and costs nothing: exp2 is about to be added to 1.
         return tl.inline_asm_elementwise(
@@ -34,3 +39,12 @@ def sigmoid(a, PRECISE: tl.constexpr = False):
         )  # fmt: skip
     else:
         return 1.0 / (1.0 + tl.exp2(a * -1.4426950408889634))
+
+
+@triton.jit
+def silu(a, PRECISE: tl.constexpr):
+    """a / (1 + exp(-a)), with PRECISE as in `sigmoid`."""
+    if PRECISE:
+        return tl.div_rn(a, 1.0 + exp_of_minus(a))
+    else:
+        return a * sigmoid(a)

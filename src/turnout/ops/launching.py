@@ -19,20 +19,20 @@ _hooks: list[Any] = []  # Triton's launch hooks, once it was needed
 
 
 def launch(
-    kernel: Any, programs: int, tensors: tuple[Tensor | None, ...], numbers: tuple, constants: Mapping[str, Any],
+    kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple, constants: Mapping[str, Any],
     *, warps: int, **options: Any,
 ) -> None:  # fmt: skip
     """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants (in that order), on the current
-    stream of the first tensor's device. A tensor that is not there is None."""
-    assert tensors[0] is not None
-    device = tensors[0].device
+    stream of the first tensor's device. A tensor that is not there is None. Triton's descriptors of tensors count as tensors."""
+    first: Tensor = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0].base
+    device = first.device
     if device.index is not None and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
         return
     fixed = tuple(constants.values())
-    addresses = [None if x is None else x.data_ptr() for x in tensors]
-    kinds = tuple([None if x is None else (x.dtype, x.data_ptr() % 16) for x in tensors])
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    kinds = tuple([(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else _kind(x) for x in tensors])
     key = (kernel.fn, device, kinds, numbers, fixed, warps, *options.items())
     compiled = _compiled.get(key)
     if compiled is None:
@@ -45,6 +45,11 @@ def launch(
     compiled.run(
         programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *numbers, *fixed
     )  # fmt: skip
+
+
+def _kind(x: Any) -> Any:
+    """What compiled code knows of a descriptor, a number if `ops.tma` made it: sizes, strides and the address travel with the launch."""
+    return None if x is None else getattr(x, "kind", None) or (x.base.dtype, *x.block_shape, getattr(x, "layout", None), x.padding)
 
 
 def _first_launch(key, kernel, programs, tensors, numbers, constants, warps, options) -> None:

@@ -10,103 +10,14 @@ taps are added to it in the first-level cache, and it is rounded once on its way
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
+
+from turnout.ops.common_cpu_kernels import FUSED, finish, narrowed, prefer_wide_vectors, silu, widen, widened
 
 TILE = 1024  # float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache
 ROWS = 64  # rows of one block, channels side by side
 
-_FUSED = {"contract", "nsz"}  # a product and a sum may round once; NaN and Inf keep their meaning
-_SINGLE, _WORD = ir.FloatType(), ir.IntType(32)
 
-
-@intrinsic
-def widened(typing_context, value):
-    """float32 of a float32, of bfloat16 bits (uint16) or of float16 bits (int16)."""
-
-    def emit(context, builder, signature, args):
-        if value is types.uint16:
-            return builder.bitcast(builder.shl(builder.zext(args[0], _WORD), ir.Constant(_WORD, 16)), _SINGLE)
-        if value is types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _SINGLE)
-        return args[0]
-
-    return types.float32(value), emit
-
-
-@intrinsic
-def narrowed(typing_context, value, like):
-    """A float32 rounded to the type of `like`, to nearest even. NaN stays NaN."""
-
-    def emit(context, builder, signature, args):
-        if like is types.uint16:
-            bits = builder.bitcast(args[0], _WORD)
-            odd = builder.and_(builder.lshr(bits, ir.Constant(_WORD, 16)), ir.Constant(_WORD, 1))
-            rounded = builder.add(bits, builder.add(odd, ir.Constant(_WORD, 0x7FFF)))
-            kept = builder.select(builder.fcmp_unordered("uno", args[0], args[0]), ir.Constant(_WORD, 0x7FC00000), rounded)
-            return builder.trunc(builder.lshr(kept, ir.Constant(_WORD, 16)), ir.IntType(16))
-        if like is types.int16:
-            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-        return args[0]
-
-    return like(types.float32, like), emit
-
-
-@intrinsic
-def prefer_wide_vectors(typing_context):
-    """LLVM keeps to half of AVX-512's registers unless a function asks for all; silu takes a third less time with them."""
-
-    def emit(context, builder, signature, args):
-        if isinstance(builder.function.attributes, set):  # llvmlite has no name for it, 0.50 prints what is there
-            set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.void(), emit
-
-
-@intrinsic
-def fused(typing_context, a, b, c):
-    """a * b + c, rounded once."""
-
-    def emit(context, builder, signature, args):
-        return builder.fma(*args)
-
-    return types.float32(types.float32, types.float32, types.float32), emit
-
-
-@intrinsic
-def power_of_two(typing_context, shifted):
-    """2**n, where n is the integer in the low bits of n + 1.5 * 2**23."""
-
-    def emit(context, builder, signature, args):
-        n = builder.add(builder.bitcast(args[0], _WORD), ir.Constant(_WORD, 127 - 0x4B400000))
-        return builder.bitcast(builder.shl(n, ir.Constant(_WORD, 23)), _SINGLE)
-
-    return types.float32(types.float32), emit
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
-def silu(a):
-    """a / (1 + exp(-a)), within 2 units in the last place: Numba calls the scalar exp of the C library, this one becomes vectors.
-
-    exp(-a) = 2**n * 2**f with a polynomial for f in [-1/2, 1/2]. At n = 128 it is infinite, as it should, and silu is 0.
-    """
-    t = min(max(a, np.float32(-89.0)), np.float32(87.0))
-    shifted = t * np.float32(-1.44269504) + np.float32(12582912.0)  # rounds to an integer in the low bits
-    f = fused(t, np.float32(-1.44269504), np.float32(12582912.0) - shifted)  # the product's own rounding would be most of the error
-    f = f + t * np.float32(-1.9259630e-8)  # what log2(e) has beyond float32
-    p = np.float32(1.5353362e-4)
-    p = p * f + np.float32(1.3398875e-3)
-    p = p * f + np.float32(9.6184369e-3)
-    p = p * f + np.float32(5.5503324e-2)
-    p = p * f + np.float32(2.4022648e-1)
-    p = p * f + np.float32(6.9314718e-1)
-    p = p * f + np.float32(1.0)
-    return a / (np.float32(1.0) + p * power_of_two(shifted))
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SILU, SEG, INIT, first, last):
     """Rows first to last of [sequences, channels], any strides, at their best with positions side by side.
 
@@ -159,26 +70,7 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
 # The inner loops run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
-def widen(x, into):
-    prefer_wide_vectors()
-    for i in range(x.size):
-        into[i] = widened(x[i])
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
-def finish(acc, y, SILU):
-    """Activate and round; all bits of a zero are zero in every type."""
-    prefer_wide_vectors()
-    if SILU:
-        for i in range(y.size):
-            y[i] = narrowed(silu(acc[i]), y[i])
-    else:
-        for i in range(y.size):
-            y[i] = narrowed(acc[i], y[i])
-
-
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def four_taps(line, w, bias, y, SILU):
     """Width 4, which nearly every model has, in one pass."""
     prefer_wide_vectors()
@@ -193,7 +85,7 @@ def four_taps(line, w, bias, y, SILU):
             y[i] = narrowed(bias + p * a[i] + q * b[i] + r * c[i] + s * d[i], y[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def add_taps(acc, line, w, bias):
     """acc[i] = bias + sum_k w[k] * line[i + k]"""
     prefer_wide_vectors()
@@ -204,7 +96,7 @@ def add_taps(acc, line, w, bias):
             acc[i] += p * a[i]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def add_own_taps(acc, line, marks, w, bias):
     """The same, of positions with the output's own mark."""
     prefer_wide_vectors()
@@ -221,7 +113,7 @@ def blocks_of(sizes):
     return np.array([(n, row) for n, size in enumerate(sizes.tolist()) for row in range(0, size, ROWS)], np.int64).reshape(-1, 2)
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, SEG, INIT, first, last):
     """Blocks first to last, channels side by side in x and y. w is [width, channels]."""
     prefer_wide_vectors()
@@ -258,7 +150,7 @@ def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, 
                     y[out : out + count] = 0
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def four_rows(a, b, c, d, taps, y, SILU):
     """Width 4 in one pass."""
     prefer_wide_vectors()
@@ -272,7 +164,7 @@ def four_rows(a, b, c, d, taps, y, SILU):
             y[i] = narrowed(total, y[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=_FUSED, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def add_rows(acc, ring, taps, p, seg, base, SEG, INIT):
     """acc = bias + sum_k taps[k] * the row width - 1 - k above position p, rows with another mark left out."""
     prefer_wide_vectors()

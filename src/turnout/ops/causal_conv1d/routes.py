@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
 from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.ops.layouts import flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -236,13 +236,6 @@ def on_cpu(
             tail = (x.stride(1), x.stride(2), marks, states, flat(final), sizes, dim, width - 1, length)
             cpu_kernels.finals(source, x_at, *tail, *has[1:])
     return y, final
-
-
-def flat(x: Tensor) -> Any:
-    """The memory from the first to the last element of a tensor as a numpy vector, half types as the integers cpu_kernels tells apart."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(x.dtype, x.dtype)
-    return x.as_strided((span,), (1,)).view(bits).numpy()
 
 
 @CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, numerics="close", version=1)

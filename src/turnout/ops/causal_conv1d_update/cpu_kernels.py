@@ -1,11 +1,11 @@
-"""Numba kernel of causal_conv1d_update on a CPU. Half types arrive as their bits, as in `causal_conv1d.cpu_kernels`."""
+"""Numba kernel of causal_conv1d_update on a CPU. Half types arrive as their bits, as in `common_cpu_kernels`."""
 
 # pyright: basic, reportCallIssue=false
 
 import numba
 import numpy as np
 
-from turnout.ops.causal_conv1d.cpu_kernels import finish, narrowed, widened
+from turnout.ops.common_cpu_kernels import finish, narrowed, widened
 
 TILE = 256  # channels side by side, so that sums and activations become vector instructions
 

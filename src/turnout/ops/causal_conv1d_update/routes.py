@@ -10,8 +10,9 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
-from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST, flat
+from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
+from turnout.ops.layouts import flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
