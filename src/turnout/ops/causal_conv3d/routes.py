@@ -1,0 +1,188 @@
+"""The tracks of causal_conv3d. Guards and costs are those of the convolution over cache, padding and input in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_before
+from turnout.ops.convolution import costs, guards
+from turnout.ops.convolution import kernel_routes as kernels
+from turnout.ops.convolution.kernel_routes import clip_strides, launched, task_of
+from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
+from turnout.ops.convolution.layout import LAST, in_format, plain_format
+from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
+from turnout.ops.convolution.routes import finished
+from turnout.ops.convolution.task import Task
+from turnout.routing.device import Device
+from turnout.routing.op import Config, Cost, Guard
+
+
+def of_padded(guard: Guard) -> Guard:
+    """A guard of conv3d, asked about the padded convolution."""
+
+    def refuses(problem: CausalConv3d, device: Device) -> Iterator[str]:
+        why = problem.invalid()
+        if why is None:
+            yield from guard(problem.padded, device)
+        else:
+            yield why
+
+    return refuses
+
+
+def joined(cost: Cost) -> Cost:
+    """A cost of conv3d, and the copy that puts all frames into one tensor."""
+
+    def seconds(problem: CausalConv3d, device: Device) -> float | None:
+        found = cost(problem.padded, device)
+        return None if found is None else found + costs.copying(2 * prod(problem.padded.input), problem.convolution, device)
+
+    return seconds
+
+
+def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
+    """Nothing is joined; frames of the cache are convolved by calls of their own."""
+    found = costs.depth_taps_cost(problem.convolution, device)
+    return None if found is None else found + 2 * problem.convolution.weight[2] * (60e-6 if device.type == "cpu" else costs.LAUNCH)
+
+
+def joined_then(method: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *rest) -> Tensor:
+    stride, padding, dilation, groups, pad_mode, residual = rest
+    whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
+    y = method(whole, weight, bias, stride, [0, *padding], dilation, groups)
+    return finished(y, residual, plain_format(input, weight))
+
+
+@CAUSAL_CONV3D.route(
+    "channels-last", refuses=of_padded(guards.refuses_channels_last), cost=joined(costs.channels_last_cost), numerics="close", version=1
+)
+def with_channels_last(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return joined_then(in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+
+
+@CAUSAL_CONV3D.route("upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), numerics="close", version=1)
+def with_float32(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return joined_then(in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+
+
+@CAUSAL_CONV3D.route("depth-taps", refuses=of_padded(guards.refuses_depth_taps), cost=depth_taps_cost, numerics="close", version=1)
+def depth_taps(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    before = (weight.shape[2] - 1) * dilation[0]
+    outputs = output_frames(input.shape[2] + before, weight.shape[2], stride[0], 0, dilation[0])
+    pieces = [Frames(input.transpose(1, 2), 0)]
+    held = 0 if cache is None else min(cache.shape[2], before)
+    if cache is not None and held:
+        pieces.append(Frames(cache[:, :, cache.shape[2] - held :].transpose(1, 2), -held))
+    if pad_mode == "replicate" and held < before:
+        first = pieces[-1].values[:, :1]
+        pieces.append(Frames(first.expand(-1, before - held, -1, -1, -1), -before))
+    y = of_pieces(pieces, outputs, weight, bias, stride, [before, *padding], dilation, groups)
+    return finished(y, residual, plain_format(input, weight))
+
+
+# Our own kernels read cache and input where they are, and pad as they go
+
+
+def causal_task(problem: CausalConv3d) -> Task:
+    """A valid call as the kernels see it."""
+    given, cache, before = problem.convolution, problem.cache, problem.before
+    held = 0 if cache is None else min(cache.shape[2], before)
+    return task_of(problem.padded)._replace(
+        x=given.input, x_strides=clip_strides(given.input, given.input_strides), padding=(before, *given.padding[1:]),
+        cache=held, cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
+        pad_mode=problem.pad_mode,
+    )  # fmt: skip
+
+
+def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
+    """What a route by this kernel is declared with."""
+
+    def refuses(problem: CausalConv3d, device: Device) -> Iterator[str]:
+        why = problem.invalid()
+        if why is None:
+            yield from guards.refuses_anywhere(problem.padded, *guards.HALF_AND_SINGLE)
+            yield from kernel.refuses_on(causal_task(problem), device)
+        else:
+            yield why
+
+    def cost(problem: CausalConv3d, device: Device) -> float | None:
+        seconds = kernel.seconds(causal_task(problem), device)
+        around = costs.around(problem.convolution._replace(residual=None, padding=problem.padded.padding), device)
+        return None if seconds is None else max(kernels.HOST, seconds + around)
+
+    def configs(problem: CausalConv3d, device: Device) -> list[Config]:
+        return kernel.configs(causal_task(problem), device)
+
+    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+
+
+def convolved(
+    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
+) -> Tensor:  # fmt: skip
+    """A causal convolution by one launch."""
+    before = (weight.shape[2] - 1) * dilation[0]
+    held = 0 if cache is None else min(cache.shape[2], before)
+    cache = cache[:, :, cache.shape[2] - held :] if cache is not None and held else None
+    whole = (input.shape[2] + before, *input.shape[3:])
+    sizes = [output_frames(n, *numbers) for n, *numbers in zip(whole, weight.shape[2:], stride, (0, *padding), dilation, strict=True)]
+    out = torch.empty((len(input), len(weight), *sizes), dtype=input.dtype, device=input.device, memory_format=LAST[5])
+    launched(launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache, pad_mode)
+    return in_format(out, plain_format(input, weight))
+
+
+@CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
+def with_implicit_gemm(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    return convolved(implicit_gemm, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
+
+
+@CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
+def with_implicit_gemm_hopper(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
+    stages: int = 3, from_registers: bool = False,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    return convolved(
+        implicit_gemm_hopper, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
+        stages=stages, from_registers=from_registers,
+    )  # fmt: skip
+
+
+@CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
+def with_narrow_out(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, *, rows: int = 16, columns: int = 128,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    return convolved(narrow_out, *call, rows=rows, columns=columns)
+
+
+@CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
+def with_narrow_out_hopper(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+    *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    return convolved(narrow_out_hopper, *call, share=share, slots=slots, channels=channels, stages=stages)

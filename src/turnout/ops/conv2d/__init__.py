@@ -1,0 +1,54 @@
+"""conv2d: exactly `torch.nn.functional.conv2d`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.convolution import problem as shared
+from turnout.ops.convolution.costs import family, reference_cost, work
+from turnout.ops.convolution.gradients import convolution_vjp
+from turnout.routing.op import Op
+
+
+def reference(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    y = F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    return y if residual is None else y.add_(residual.to(y.dtype))
+
+
+def arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
+    dilation: int | Sequence[int] = 1, groups: int = 1, residual: Tensor | None = None,
+) -> tuple:  # fmt: skip
+    """The reference's arguments of a public call."""
+    return shared.arguments(F.conv2d, 2, input, weight, bias, stride, padding, dilation, groups, residual)
+
+
+CONV2D = Op(
+    "conv2d", reference, problem_type=shared.Conv2d, cost=reference_cost, work=work, cases="turnout.ops.conv2d.cases",
+    arguments=arguments, family=family, autocast="cast", vjp=convolution_vjp, ambient=shared.float32_settings,
+)  # fmt: skip
+
+
+def conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
+    dilation: int | Sequence[int] = 1, groups: int = 1, *, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """2-D convolution, exactly `torch.nn.functional.conv2d`: layouts, paddings in words, unbatched inputs, TF32 flags.
+
+    input: `[N, Cin, H, W]` or without N, weight: `[Cout, Cin / groups, KH, KW]`, bias: `[Cout]`.
+    `residual`, shaped like the result, is added to it: torch rounds before it adds, a route may round once.
+
+    >>> import torch, turnout
+    >>> turnout.conv2d(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), padding=1)
+    tensor([[[[4., 6., 4.],
+              [6., 9., 6.],
+              [4., 6., 4.]]]])
+    """
+    y = CONV2D(*arguments(input, weight, bias, stride, padding, dilation, groups, residual))
+    return y.squeeze(0) if input.dim() == 3 else y

@@ -1,0 +1,403 @@
+"""Implicit GEMM for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
+
+The kernels see axes [N, S, U, W, C]: S is shared (depth, or height where that suits better), U is the other one. A tile is SLOTS places
+along S times BU x BW pixels, half of them for each warpgroup. One place along S of the input serves up to KS of the tile's outputs: it is
+fetched once for all of them, and may be held in registers while it is multiplied. Shared memory is what bounds these kernels.
+
+A group is one tap along U and W and one block of channels: SLOTS + KS - 1 places of the input and KS blocks of the weight, STAGES groups in
+flight. What lies outside of x TMA fills with zeros: that is the padding. Places before the first may come from another tensor, `cache`.
+"""
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# ruff: noqa: RUF005, RET505, SIM102 (no starred expressions in Triton, and what is known while compiling stands apart)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+# Sizes do not change the code: one compiled kernel serves all of them.
+NUMBERS = (
+    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "ps", "pu", "pw", "filters", "OS", "OW",
+    "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
+)  # fmt: skip
+
+
+@gluon.jit
+def place(tile, columns, nw, nu, ns, BU: gl.constexpr, BW: gl.constexpr, SLOTS: gl.constexpr):
+    """Column block, batch and first pixel of a tile. Blocks of columns are neighbours: they read the same pixels."""
+    column = tile % columns
+    tile = tile // columns
+    w = (tile % nw) * BW
+    tile = tile // nw
+    u = (tile % nu) * BU
+    tile = tile // nu
+    return column, tile // ns, (tile % ns) * SLOTS, u, w
+
+
+@gluon.jit
+def fetch(
+    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+    KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
+    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """WINDOW: 0, or how far apart the two warpgroups' pixels begin, where that is less than a half: they overlap, and come one by one."""
+    PLACES: gl.constexpr = SLOTS + KS - 1
+    STEP: gl.constexpr = 2 * WINDOW if WINDOW > 0 else BW
+    X_BYTES: gl.constexpr = (128 if WINDOW > 0 else BU * BW) * BC * x.dtype.primitive_bitwidth // 8
+    W_BYTES: gl.constexpr = (BN1 + BN2) * BC * x.dtype.primitive_bitwidth // 8
+    group = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        column, n, s, u, w = place(tile, columns, nw, nu, ns, BU, STEP, SLOTS)
+        for ko in range(KO):
+            for ku in range(KU):
+                for kw in range(KW):
+                    for block in range(channel_blocks):
+                        stage = group % STAGES
+                        phase = (group // STAGES) & 1 ^ 1
+                        for p in gl.static_range(PLACES):
+                            ready = full.index(stage * PLACES + p)
+                            mbarrier.wait(free_x.index(stage * PLACES + p), phase)
+                            if p < KS:
+                                slot = stage * KS + p
+                                mbarrier.wait(free_b.index(slot), phase)
+                                mbarrier.expect(ready, X_BYTES + W_BYTES)
+                                tap = (ko + p) * TAP_S + ku * TAP_U + kw
+                                filter = column * (BN1 + BN2)
+                                if WINDOW > 0:  # [KW, F, taps, C]
+                                    tma.async_copy_global_to_shared(w1, [0, filter, tap, block * BC], ready, b1.index(slot))
+                                else:
+                                    tma.async_copy_global_to_shared(w1, [filter, tap, block * BC], ready, b1.index(slot))
+                                if BN2 > 0:
+                                    tma.async_copy_global_to_shared(w2, [filter + BN1, tap, block * BC], ready, b2.index(slot))
+                            else:
+                                mbarrier.expect(ready, X_BYTES)
+                            frame = s + (ko + p) * DS - ps
+                            if REPLICATE:
+                                frame = gl.maximum(frame, -frames)
+                            at_u, at_w = u + ku * DU - pu, w + kw * DW - pw
+                            if cache is not None:
+                                if frame < 0:
+                                    fetch_place(cache, n, frame + frames, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
+                                else:
+                                    fetch_place(x, n, frame, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
+                            else:
+                                fetch_place(x, n, frame, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
+                        group += 1
+
+
+@gluon.jit
+def fetch_place(x, n, s, u, w, channel, ready, xs, index, WINDOW: gl.constexpr):
+    if WINDOW > 0:
+        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, xs.index(2 * index))
+        tma.async_copy_global_to_shared(x, [n, s, u, w + WINDOW, channel], ready, xs.index(2 * index + 1))
+    else:
+        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, xs.index(index))
+
+
+@gluon.jit
+def hold_bias(bias, filters, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr):
+    """The bias in shared memory, [BLOCKS, N]: to fetch it for every tile would be seen."""
+    held = gl.allocate_shared_memory(gl.float32, [BLOCKS, N], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    for i in gl.static_range(BLOCKS):
+        filter = i * apart + first + gl.arange(0, N, gl.BlockedLayout([1], [32], [4], [0]))
+        held.index(i).store(gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32))
+    return held
+
+
+@gluon.jit
+def begin(bias, column, N: gl.constexpr, layout: gl.constexpr, BIAS: gl.constexpr):
+    """A fresh accumulator."""
+    acc = gl.zeros((64, N), gl.float32, layout)
+    if BIAS:
+        acc += bias.index(column).load(gl.SliceLayout(0, layout))[None, :]
+    return acc
+
+
+@gluon.jit
+def multiply(a1, a2, b1, b2, accs, slot: gl.constexpr, SLOTS: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr):
+    """Adds a times a block of the weight to one slot's accumulators, without waiting."""
+    first = warpgroup_mma(a1, b1.reshape([BN1, BC]).permute([1, 0]), accs[slot], is_async=True)
+    accs = accs[:slot] + (first,) + accs[slot + 1 :]
+    if BN2 > 0:
+        second = warpgroup_mma(a2, b2.reshape([BN2, BC]).permute([1, 0]), accs[SLOTS + slot], is_async=True)
+        accs = accs[: SLOTS + slot] + (second,) + accs[SLOTS + slot + 1 :]
+    return accs
+
+
+@gluon.jit
+def settle(accs, used, outstanding: gl.constexpr):
+    """The accumulators, once all but the last products are done. `used` are operands in registers, which must live until then."""
+    if len(accs) + len(used) == 1:
+        return (warpgroup_mma_wait(num_outstanding=outstanding, deps=accs),)
+    else:
+        return warpgroup_mma_wait(num_outstanding=outstanding, deps=accs + used)[: len(accs)]
+
+
+@gluon.jit
+def rounded(a):
+    """To the nearest TF32: the tensor cores would cut bits off."""
+    if a.dtype == gl.float32:
+        a = gl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [a], dtype=gl.float32, is_pure=True, pack=1)
+    return a
+
+
+@gluon.constexpr_function
+def products(p, slots, kernel, pieces):
+    """How many products place p of a group takes part in."""
+    return sum(0 <= p - k < slots for k in range(kernel)) * pieces
+
+
+@gluon.jit
+def accumulate(
+    accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1: gl.constexpr, layout2: gl.constexpr,
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    RS: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """All groups of one tile. With RS pixels are read once, into registers, for all their products. Those of the last place have only one:
+    read from shared memory, it may go on while the next group begins. TF32 is rounded in registers, so there none goes past them."""
+    BITS: gl.constexpr = xs.dtype.primitive_bitwidth
+    PLACES: gl.constexpr = SLOTS + KS - 1
+    PIECES: gl.constexpr = 2 if BN2 > 0 else 1
+    HELD: gl.constexpr = (PLACES if BITS == 32 else PLACES - 1) if RS else 0  # places that go through registers
+    for g in range(groups):
+        stage = group % STAGES
+        phase = (group // STAGES) & 1
+        held = ()
+        for p in gl.static_range(PLACES):
+            mbarrier.wait(full.index(stage * PLACES + p), phase)
+            if WINDOW > 0:
+                a1 = xs.index(2 * (stage * PLACES + p) + HALF).reshape([64, BC])
+            else:
+                a1 = xs.index(stage * PLACES + p).reshape([128, BC]).slice(HALF * 64, 64)
+            a2 = a1
+            if p < HELD:
+                a1 = rounded(a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS)))
+                a2 = gl.convert_layout(a1, gl.DotOperandLayout(operand_index=0, parent=layout2, k_width=32 // BITS))
+            for k in gl.static_range(KS):
+                if p - k >= 0 and p - k < SLOTS:
+                    accs = multiply(a1, a2, b1.index(stage * KS + k), b2.index(stage * KS + k), accs, p - k, SLOTS, BN1, BN2, BC)
+            if p < HELD:
+                mbarrier.arrive(free_x.index(stage * PLACES + p), count=1)
+            # From here on only this place's products may be under way, and what those before it used is free.
+            accs = settle(accs, held, products(p, SLOTS, KS, PIECES))
+            held = ()
+            if p < HELD:
+                held = (a1,)
+            if p > 0:
+                if p - 1 >= HELD:
+                    mbarrier.arrive(free_x.index(stage * PLACES + p - 1), count=1)
+                if p >= SLOTS:
+                    mbarrier.arrive(free_b.index(stage * KS + p - SLOTS), count=1)
+            elif HELD < PLACES:
+                if g > 0:
+                    before = (group - 1) % STAGES
+                    mbarrier.arrive(free_x.index(before * PLACES + PLACES - 1), count=1)
+                    mbarrier.arrive(free_b.index(before * KS + KS - 1), count=1)
+        if HELD == PLACES:
+            accs = settle(accs, held, 0)
+            mbarrier.arrive(free_b.index(stage * KS + KS - 1), count=1)
+        group += 1
+    if HELD < PLACES:
+        accs = settle(accs, (), 0)
+        last = (group - 1) % STAGES
+        mbarrier.arrive(free_x.index(last * PLACES + PLACES - 1), count=1)
+        mbarrier.arrive(free_b.index(last * KS + KS - 1), count=1)
+    return accs
+
+
+@gluon.jit
+def compute(
+    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nu, ns, groups,
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
+    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: half of every tile's pixels."""
+    K: gl.constexpr = 256 // y1.dtype.primitive_bitwidth
+    HALF_U: gl.constexpr = HALF * (BU // 2)
+    HALF_W: gl.constexpr = HALF * (BW // 2) if BU == 1 else 0
+    layout1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN1, K])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN2 if BN2 > 0 else BN1, K])
+    group = 0
+    count = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        column, n, s, u, w = place(tile, columns, nw, nu, ns, BU, BW, SLOTS)
+        f1, f2 = column * (BN1 + BN2), column * (BN1 + BN2) + BN1
+        start = begin(bias1, column, BN1, layout1, BIAS)
+        accs = (start,)
+        for _ in gl.static_range(SLOTS - 1):
+            accs = accs + (start,)
+        if BN2 > 0:
+            start2 = begin(bias2, column, BN2, layout2, BIAS)
+            for _ in gl.static_range(SLOTS):
+                accs = accs + (start2,)
+        accs = accumulate(
+            accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, 0, HALF
+        )  # fmt: skip
+        group += groups
+        for i in gl.static_range(SLOTS):
+            tma.store_wait(0)
+            at_u, at_w = u + HALF_U, w + HALF_W
+            first = accs[i]
+            second = accs[SLOTS + i if BN2 > 0 else i]
+            if r1 is not None:
+                mbarrier.expect(arrived, 64 * (BN1 + BN2) * y1.dtype.primitive_bitwidth // 8)
+                tma.async_copy_global_to_shared(r1, [n, s + i, at_u, at_w, f1], arrived, o1)
+                if BN2 > 0:
+                    tma.async_copy_global_to_shared(r2, [n, s + i, at_u, at_w, f2], arrived, o2)
+                mbarrier.wait(arrived, count & 1)
+                count += 1
+                first += o1.reshape([64, BN1]).load(layout1).to(gl.float32)
+                if BN2 > 0:
+                    second += o2.reshape([64, BN2]).load(layout2).to(gl.float32)
+            o1.reshape([64, BN1]).store(first.to(y1.dtype))
+            if BN2 > 0:
+                o2.reshape([64, BN2]).store(second.to(y1.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(y1, [n, s + i, at_u, at_w, f1], o1)
+            if BN2 > 0:
+                tma.async_copy_shared_to_global(y2, [n, s + i, at_u, at_w, f2], o2)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def compute_narrow(
+    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters, OS, OW, on, os, ou, ow, oc,
+    rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: WINDOW pixels of every tile. Columns of the product are columns of the kernel, then filters; what belongs to one
+    output pixel stands in neighbouring rows, and is gathered from there."""
+    BN: gl.constexpr = BK * BF
+    K: gl.constexpr = 256 // xs.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, K])
+    LANES: gl.constexpr = BF if BF < 32 else 32
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    column = gl.arange(0, BN, gl.SliceLayout(0, layout)) // BF
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    shifted = gl.minimum(row[:, None] + column[None, :], 63)
+    pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))
+    filter = gl.arange(0, BF, gl.SliceLayout(0, flat))
+    added = gl.zeros((BF,), gl.float32, gl.SliceLayout(0, flat))
+    if bias is not None:
+        added += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)
+    group = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, n, s, u, w = place(tile, 1, nw, nu, ns, 1, 2 * WINDOW, SLOTS)
+        none = gl.zeros((64, BN), gl.float32, layout)
+        accs = (none,)
+        for _ in gl.static_range(SLOTS - 1):
+            accs = accs + (none,)
+        accs = accumulate(
+            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, WINDOW, HALF
+        )  # fmt: skip
+        group += groups
+        w_at = w + HALF * WINDOW + pixel
+        keep = ((pixel < WINDOW) & (w_at < OW))[:, None] & (filter < filters)[None, :]
+        for i in gl.static_range(SLOTS):
+            total = gl.sum(gl.reshape(gl.gather(accs[i], shifted, 0), (64, BK, BF)), 1)
+            total = gl.convert_layout(total, flat) + added[None, :]
+            inside = keep & (s + i < OS)
+            if residual is not None:
+                beside = gl.cast(n, gl.int64) * rn + gl.cast(s + i, gl.int64) * rs + gl.cast(u, gl.int64) * ru
+                beside = residual + beside + (w_at[:, None] * rw + filter[None, :] * rc)
+                total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
+            to = gl.cast(n, gl.int64) * on + gl.cast(s + i, gl.int64) * os + gl.cast(u, gl.int64) * ou
+            gl.store(out + to + (w_at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
+    """Barriers: what has come, and what both warpgroups are done with."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
+    free_x = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
+    free_b = gl.allocate_shared_memory(gl.int64, [STAGES * KS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES * PLACES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free_x.index(i), count=2)
+    for i in gl.static_range(STAGES * KS):
+        mbarrier.init(free_b.index(i), count=2)
+    return full, free_x, free_b
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def implicit_gemm(
+    x, cache, w1, w2, y1, y2, r1, r2, bias,
+    tiles, nw, nu, ns, channel_blocks, frames, ps, pu, pw, filters,
+    BLOCKS: gl.constexpr, KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
+    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr,
+):  # fmt: skip
+    """out[pixel, filter] = sum over taps and channels. TAP_S, TAP_U: how far apart taps along S and U are in the weight [F, taps, C].
+    SLOTS > 1 needs KO = 1; else the taps along S are KO, one after the other, and KS = 1."""
+    dtype: gl.constexpr = x.dtype
+    PLACES: gl.constexpr = SLOTS + KS - 1
+    HU: gl.constexpr = BU // 2 if BU > 1 else 1
+    HW: gl.constexpr = BW if BU > 1 else BW // 2
+    xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES, 1, 1, BU, BW, BC], x.layout)
+    b1 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN1, 1, BC], w1.layout)
+    o1 = gl.allocate_shared_memory(dtype, [2, 1, 1, HU, HW, BN1], y1.layout)
+    if BN2 > 0:
+        b2 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN2, 1, BC], w2.layout)
+        o2 = gl.allocate_shared_memory(dtype, [2, 1, 1, HU, HW, BN2], y2.layout)
+    else:
+        b2 = b1
+        o2 = o1
+    BIAS: gl.constexpr = bias is not None
+    bias1 = b1  # stands for one that is not there
+    bias2 = b1
+    if BIAS:
+        bias1 = hold_bias(bias, filters, 0, BN1 + BN2, BN1, BLOCKS)
+        if BN2 > 0:
+            bias2 = hold_bias(bias, filters, BN1, BN1 + BN2, BN2, BLOCKS)
+    full, free_x, free_b = rings(STAGES, PLACES, KS)
+    arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(arrived.index(i), count=1)
+    groups = KO * KU * KW * channel_blocks
+    gl.warp_specialize(
+        [
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(0), o2.index(0), full, free_x, free_b, arrived.index(0),
+                       tiles, BLOCKS, nw, nu, ns, groups, KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(1), o2.index(1), full, free_x, free_b, arrived.index(1),
+                       tiles, BLOCKS, nw, nu, ns, groups, KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
+            (fetch, (x, cache, w1, w2, xs, b1, b2, full, free_x, free_b,
+                     tiles, BLOCKS, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BU, BW, BC, BN1, BN2, 0)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def narrow_out(
+    x, cache, w1, out, residual, bias,
+    tiles, nw, nu, ns, channel_blocks, frames, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for each tap along U only."""
+    PLACES: gl.constexpr = SLOTS + KS - 1
+    xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
+    b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
+    full, free_x, free_b = rings(STAGES, PLACES, KS)
+    groups = KU * channel_blocks
+    gl.warp_specialize(
+        [
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
+                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
+                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=("count",))
+def round_to_tf32(x, y, count, BLOCK: gl.constexpr):
+    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [4], [0]))
+    gl.store(y + at, rounded(gl.load(x + at, mask=at < count)), mask=at < count)

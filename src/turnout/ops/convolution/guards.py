@@ -1,0 +1,136 @@
+"""What the methods in plain torch cannot do. `problem` is that of one convolution; ops with more to say of a call hand over its parts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from turnout.ops.convolution.problem import Convolution
+from turnout.ops.needs import needs_dtype
+from turnout.routing.device import Device
+
+HALVES = (torch.float16, torch.bfloat16)
+HALF_AND_SINGLE = (torch.float32, *HALVES)
+LONGEST_SUM = 288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
+
+
+@functools.cache
+def one_dnn_takes(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and has kernels for a dtype on this CPU: float16 and bfloat16 need AVX-512 at least."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return dtype is torch.float32 if asked is None else bool(getattr(torch.ops.mkldnn, asked)())
+
+
+def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | None = None) -> Iterator[str]:
+    """On a CPU: a kernel for the dtype, and outputs that see some input. Others crash in some layouts (torch 2.13)."""
+    if device.type != "cpu":
+        return
+    if not one_dnn_takes(dtype or problem.dtype):
+        yield f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, this route needs one"
+    reach = [d * (k - 1) for d, k in zip(problem.dilation, problem.weight[2:], strict=False)]
+    if any(p > r for p, r in zip(problem.padding, reach, strict=False)):
+        yield f"padding {problem.padding} around a kernel that reaches {reach}, this route needs outputs that see some input"
+
+
+def on_torchs_own_loop(problem: Convolution) -> bool:
+    """Whether torch keeps a call on a CPU from oneDNN: few pixels of a single image in float32, or a dtype that it has no kernel for."""
+    if problem.dtype is not torch.float32:
+        return not one_dnn_takes(problem.dtype)
+    large_kernel = all(k > 3 for k in problem.weight[-2:])
+    return problem.groups == 1 and problem.input[0] == 1 and not large_kernel and prod(problem.input[:4]) <= 20480
+
+
+def needs_sums_as_exact(problem: Convolution, device: Device, length: int, longest: int = LONGEST_SUM) -> Iterator[str]:
+    """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch takes elsewhere."""
+    same = problem.output_channels_last and not on_torchs_own_loop(problem)
+    if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
+        yield f"sums of {length} products where torch adds more carefully, this route needs at most {longest}"
+
+
+def refuses_anywhere(problem: Convolution, *dtypes: torch.dtype) -> Iterator[str]:
+    why = problem.invalid()
+    if why is not None:
+        yield why
+    yield from needs_dtype(problem.dtype, *dtypes)
+    for name, dtype in (("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
+        if dtype not in (problem.dtype, None):
+            yield f"a {name} of {str(dtype).removeprefix('torch.')}, this route needs the input's dtype"
+
+
+def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
+    yield from needs_one_dnn(problem, device)
+    yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+    if problem.channels_last and problem.weight_channels_last and not (device.type == "cpu" and on_torchs_own_loop(problem)):
+        yield "input and weight are channels last already, this route needs one that is not"
+
+
+def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, torch.float32)
+    yield from needs_one_dnn(problem, device)
+    if device.type != "cpu":
+        yield f"device {device.name}, this route needs a CPU"
+    elif problem.invalid() is None and not on_torchs_own_loop(problem):
+        yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
+
+
+def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, *HALVES)
+    yield from needs_one_dnn(problem, device, torch.float32)
+    if device.type != "cpu":
+        yield f"device {device.name}, this route needs a CPU"
+    elif problem.invalid() is None and problem.groups > 1 and prod(problem.output[2:]) == 1:
+        yield f"{problem.groups} groups of one pixel, whose strides follow no rule, this route needs more pixels or 1 group"
+
+
+def refuses_depth_taps(problem: Convolution, device: Device) -> Iterator[str]:
+    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are not `close`."""
+    yield from refuses_anywhere(problem, torch.float32)
+    yield from needs_one_dnn(problem, device)
+    if problem.spatial == 3 and problem.weight[2] < 2:
+        yield f"kernel depth {problem.weight[2]}, this route needs at least 2"
+    if problem.groups > 1:  # whose channels are not added up in parts
+        yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+
+
+def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
+    yield from needs_one_dnn(problem, device)
+    if problem.invalid() is None and problem.output[2] < 2:
+        yield f"{problem.output[2]} output frames, this route needs at least 2"
+    if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem):
+        yield "torch keeps this call from oneDNN, this route needs one that it takes there"
+
+
+def refuses_pointwise(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
+    yield from needs_one_dnn(problem._replace(padding=()), device)
+    if any(k != 1 for k in problem.weight[2:]):
+        yield f"kernel {list(problem.weight[2:])}, this route needs one pixel"
+    if problem.groups != 1:
+        yield f"{problem.groups} groups, this route needs 1"
+    yield from needs_matmul_as_exact(problem)
+    yield from needs_sums_as_exact(problem, device, problem.weight[1], 256)
+
+
+def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, torch.float32)
+    if device.type != "cpu":
+        yield f"device {device.name}, this route needs a CPU"
+    if problem.float32.conv not in ("ieee", ""):
+        yield f"float32 multiplied as {problem.float32.conv}, this route needs ieee"
+    if tuple(problem.weight[-2:]) != (3, 3):
+        yield f"kernel {list(problem.weight[2:])}, this route needs 3 x 3 in height and width"
+    if any(s != 1 for s in problem.stride) or any(d != 1 for d in problem.dilation[-2:]) or problem.groups != 1:
+        yield f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, this route needs 1 of all"
+
+
+def needs_matmul_as_exact(problem: Convolution) -> Iterator[str]:
+    """Torch has one flag for convolutions and one for matrix products."""
+    if problem.float32.matmul != "ieee" and problem.float32.conv == "ieee":
+        yield f"float32 matrix products as {problem.float32.matmul}, this route needs ieee, as for convolutions"

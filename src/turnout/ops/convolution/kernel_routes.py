@@ -1,0 +1,217 @@
+"""Routes by our own GPU kernels, for all four ops: what they need, what they cost, and how a call reaches them.
+
+The kernels work channels last. What is not so is copied before, and the output is copied behind where torch's has channels first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.convolution import costs, launches, task, tiles
+from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
+from turnout.ops.convolution.layout import LAST, dense_strides, in_format, torch_format
+from turnout.ops.convolution.methods import output_frames
+from turnout.ops.convolution.problem import Convolution, Float32, channels_last
+from turnout.ops.convolution.task import Task
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+HOPPER = (9, 0)
+HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
+
+
+class Kernel(NamedTuple):
+    """What one of our kernels is declared with: refusals, configurations, its time beside reading and writing, in seconds."""
+
+    refuses: Callable[[Task], Iterator[str]]
+    configs: Callable[[Task, Device], list[Config]]
+    arithmetic: Callable[[Task, Device], float | None]
+    hopper: bool
+
+    def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
+        yield from needs.needs_triton(device)
+        if self.hopper and device.type == "cuda" and device.capability != HOPPER:
+            yield f"device {device.name}, this route needs compute capability {HOPPER[0]}.{HOPPER[1]}"
+        yield from self.refuses(given)
+
+    def seconds(self, given: Task, device: Device) -> float | None:
+        """One launch: the longer of its arithmetic and of what it reads and writes."""
+        arithmetic = self.arithmetic(given, device)
+        bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
+        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, 0.8))
+
+
+def peak_of(given: Task, device: Device) -> float | None:
+    kind = given.precision if given.dtype is torch.float32 and given.precision == "tf32" else str(given.dtype).removeprefix("torch.")
+    peak = device.flops.get(kind)
+    return None if peak is None else peak.value
+
+
+def portable_arithmetic(given: Task, device: Device) -> float | None:
+    """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered pixels, less with few
+    channels, hardly any where they do not make whole vectors."""
+    peak, channels, filters = peak_of(given, device), given.weight[1], max(32, 1 << (given.weight[0] - 1).bit_length())
+    share = 0.012 if channels * given.dtype.itemsize % 16 else 0.09 if channels < 32 else 0.17 if given.dtype is torch.float32 else 0.25
+    return None if peak is None else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
+
+
+def hopper_arithmetic(given: Task, device: Device) -> float | None:
+    """The bound of the best tile at 1.5 GHz: 0.9 to 1.1 times what was measured on an H200."""
+    found = tiles.best(given, device.shared, device.units, 1)
+    return found[0].cycles(given, device.units) / 1.5e9 if found else None
+
+
+def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]:
+    """Reading the input decides: at `alone` of the bandwidth with one depth of the kernel, slower by `more` for each further one."""
+
+    def seconds(given: Task, device: Device) -> float:
+        return costs.gpu_moving(prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1)))
+
+    return seconds
+
+
+IMPLICIT_GEMM = Kernel(
+    task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
+    portable_arithmetic, hopper=False,
+)  # fmt: skip
+IMPLICIT_GEMM_HOPPER = Kernel(task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, hopper=True)
+NARROW_OUT = Kernel(
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), hopper=False
+)
+NARROW_OUT_HOPPER = Kernel(task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), hopper=True)
+
+
+# From a problem to a task
+
+
+def triple(numbers: Sequence[int], front: int) -> task.Triple:
+    """Three numbers: a 2-D convolution has one frame."""
+    return tuple(numbers) if len(numbers) == 3 else (front, *numbers)  # pyright: ignore[reportReturnType]
+
+
+def as_clip(x: Tensor) -> Tensor:
+    return x.unsqueeze(2) if x.dim() == 4 else x
+
+
+def clip_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:2], 1, *shape[2:]) if len(shape) == 4 else shape
+
+
+def clip_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor that the kernels get: its own where channels are last, those of a copy where they are not."""
+    if not channels_last(shape, strides):
+        return dense_strides(clip_shape(shape), LAST[5])
+    return (*strides[:2], strides[2] * shape[2], *strides[2:]) if len(shape) == 4 else strides
+
+
+def precision_of(float32: Float32, channels: int, filters: int) -> str:
+    """How float32 is multiplied: in TF32 where torch allows it and cuDNN would do so too, which it does for channels in fours only."""
+    return "tf32" if float32.conv == "tf32" and channels % 4 == 0 and filters % 4 == 0 else "ieee"
+
+
+def task_of(problem: Convolution) -> Task:
+    """A valid convolution as the kernels see it."""
+    out, kept = clip_shape(problem.output), problem.residual
+    return Task(
+        clip_shape(problem.input), clip_shape(problem.weight), out, clip_strides(problem.input, problem.input_strides),
+        dense_strides(out, LAST[5]), problem.dtype, triple(problem.stride, 1), triple(problem.padding, 0), triple(problem.dilation, 1),
+        precision_of(problem.float32, problem.input[1], problem.weight[0]),
+        residual_strides=None if kept is None else clip_strides(kept.shape, kept.strides),
+    )  # fmt: skip
+
+
+def declaration(kernel: Kernel) -> dict[str, Any]:
+    """What a route of conv2d or conv3d by this kernel is declared with."""
+
+    def refuses(problem: Convolution, device: Device) -> Iterator[str]:
+        why = problem.invalid()
+        if why is not None:
+            yield why
+        elif problem.dtype != problem.weight_dtype or problem.bias_dtype not in (None, problem.dtype):
+            yield f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, this route needs the input's dtype"
+        else:
+            yield from kernel.refuses_on(task_of(problem), device)
+
+    def cost(problem: Convolution, device: Device) -> float | None:
+        seconds = kernel.seconds(task_of(problem), device)
+        return None if seconds is None else max(HOST, seconds + costs.around(problem._replace(residual=None), device))
+
+    def configs(problem: Convolution, device: Device) -> list[Config]:
+        return kernel.configs(task_of(problem), device)
+
+    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+
+
+# From tensors to a launch
+
+
+def launched(
+    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+) -> None:  # fmt: skip
+    """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
+    precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0])
+    x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
+    launch(
+        x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
+        dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
+    )  # fmt: skip
+
+
+def with_channels_last(x: Tensor) -> Tensor:
+    """A tensor with channels side by side, as it is or copied."""
+    return x if channels_last(tuple(x.shape), x.stride()) else in_format(x, LAST[x.dim()])
+
+
+def convolved(
+    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
+) -> Tensor:  # fmt: skip
+    """A 2-D or 3-D convolution by one launch."""
+    sizes = [output_frames(n, *numbers) for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)]
+    shape = (len(input), len(weight), *sizes)
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
+    launched(launch, input, weight, bias, out, stride, padding, dilation, residual, config)
+    return in_format(out, torch_format(input, weight, bias, stride, padding, dilation, groups))
+
+
+def with_implicit_gemm(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None, *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, stride, padding, dilation, groups, residual)
+    return convolved(implicit_gemm, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
+
+
+def with_implicit_gemm_hopper(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None, *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32,
+    filters: int = 64, stages: int = 3, from_registers: bool = False,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, stride, padding, dilation, groups, residual)
+    return convolved(
+        implicit_gemm_hopper, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
+        stages=stages, from_registers=from_registers,
+    )  # fmt: skip
+
+
+def with_narrow_out(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None, *, rows: int = 16, columns: int = 128,
+) -> Tensor:  # fmt: skip
+    return convolved(narrow_out, input, weight, bias, stride, padding, dilation, groups, residual, rows=rows, columns=columns)
+
+
+def with_narrow_out_hopper(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None, *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, stride, padding, dilation, groups, residual)
+    return convolved(narrow_out_hopper, *call, share=share, slots=slots, channels=channels, stages=stages)

@@ -1,0 +1,267 @@
+"""From tensors to launches of the GPU kernels of convolutions. Each writes `out`; what it cannot do `task` says, `<name>_refuses`.
+
+All see three spatial axes: tensors [N, C, D, H, W], weights [F, C, KD, KH, KW], depth 1 for a 2-D convolution. `padding` is what stands
+before the first frame, row and column; what stands behind the last follows from the size of `out`, so the two ends may differ. `cache`
+holds frames right before the first one of `x`; before those stand zeros, or copies of the very first one where `pad_mode` is "replicate".
+`residual` is added before the one rounding at the end; sums are taken in float32, TF32 (`precision`) only changes what is multiplied.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops import tma
+from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
+from turnout.ops.convolution import tiles
+from turnout.ops.convolution.task import Task, Triple
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+REGISTERS, FETCHING = {1: 168, 2: 80}, 24  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
+AXES = {"depth": (0, 2, 3, 4, 1), "height": (0, 3, 2, 4, 1)}  # batch, shared axis, the other one, width, channels
+
+
+def implicit_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
+    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
+    pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
+) -> None:  # fmt: skip
+    """A convolution as one matrix product over pixels, without a buffer for it. Any GPU, any strides."""
+    from turnout.ops.convolution.kernels import implicit_gemm as kernel
+    from turnout.ops.launching import launch
+
+    count = out.shape[0] * prod(out.shape[2:])
+    constants = {
+        "KD": weight.shape[2], "KH": weight.shape[3], "KW": weight.shape[4], "SD": stride[0], "SH": stride[1], "SW": stride[2],
+        "DD": dilation[0], "DH": dilation[1], "DW": dilation[2], "FLAT": x.shape[1] < channels, "REPLICATE": pad_mode == "replicate",
+        "PRECISION": precision, "BM": pixels, "BN": filters, "BK": channels,
+    }  # fmt: skip
+    numbers = (count, *numbers_of(x, weight, out, padding, residual, cache))
+    programs = ceil_div(count, pixels) * ceil_div(out.shape[1], filters)
+    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=warps, num_stages=3)
+
+
+def implicit_gemm_configs(task: Task) -> list[Config]:
+    filters, channels, size = max(power_of_two(task.weight[0]), 16), task.weight[1], task.dtype.itemsize
+    if task.dtype is torch.float32 and task.precision == "ieee":  # no tensor cores, and what is unrolled is spilled
+        return [{"pixels": 64, "filters": min(filters, 64), "channels": 16, "warps": 4}]
+    if channels * size % VECTOR_BYTES or task.x_strides[1] != 1:  # element by element
+        return [{"pixels": 64, "filters": min(filters, 32), "channels": 32, "warps": 4}]
+    deep = 64 if size == 2 and channels % 64 == 0 else 32
+    return [{"pixels": 64 if channels < deep else 128, "filters": min(filters, 128), "channels": deep, "warps": 8}]
+
+
+def implicit_gemm_hopper(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
+    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
+    share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
+    stages: int = 3, from_registers: bool = False,
+) -> None:  # fmt: skip
+    """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
+    from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
+    from turnout.ops.launching import launch
+
+    if not tma.aligned(x, weight, out, residual, cache):
+        implicit_gemm(
+            x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
+            precision=precision,
+        )  # fmt: skip
+        return
+    from_registers = from_registers or x.dtype is torch.float32  # where TF32 is rounded
+    tile = tiles.Tile(share, slots, rows, columns, channels, filters, stages, from_registers)
+    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
+    plan = _plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile)
+    tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
+    launch(kernel, min(plan.tiles, Device.of(x.device).units), tensors, plan.numbers, plan.constants, warps=4)
+
+
+class Plan(NamedTuple):
+    """What a launch needs beside tensors. It follows from shapes, and takes longer to find than the launch itself."""
+
+    patterns: tuple
+    tiles: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
+
+
+def memory(t: Tensor | None) -> Memory:
+    return () if t is None else (t.shape, t.stride())
+
+
+@functools.lru_cache(4096)
+def _plan(
+    x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
+    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.Tile,
+) -> Plan:  # fmt: skip
+    axes = AXES[tile.share]
+    wide, narrow = (*tiles.split(tile.filters), 0)[:2]
+    whole = (tile.rows, tile.columns)
+    half = (tile.rows // 2, tile.columns) if tile.rows > 1 else (1, tile.columns // 2)
+
+    def pixels(held: Memory, block: tuple[int, int], last: int) -> Any:
+        return pattern_along(axes, held, dtype, (1, 1, *block, last)) if last else None
+
+    (filters, channels, *size), taps = weight, prod(weight[2:])
+
+    def taps_of(count: int) -> Any:  # [F, KD*KH*KW, C]
+        block = (count, 1, tile.channels)
+        return tma.pattern((filters, taps, channels), (taps * channels, channels, 1), dtype, block) if count else None
+
+    patterns = (
+        pixels(x, whole, tile.channels), pixels(cache, whole, tile.channels), taps_of(wide), taps_of(narrow),
+        pixels(out, half, wide), pixels(out, half, narrow), pixels(residual, half, wide), pixels(residual, half, narrow),
+    )  # fmt: skip
+    batch, places, others, width, _ = (out[0][a] for a in axes)
+    ns, nu, nw = ceil_div(places, tile.slots), ceil_div(others, tile.rows), ceil_div(width, tile.columns)
+    blocks = ceil_div(filters, tile.filters)
+    s, u = axes[1] - 2, axes[2] - 2
+    frames, count = cache[0][2] if cache else 0, batch * ns * nu * nw * blocks
+    numbers = (count, nw, nu, ns, ceil_div(channels, tile.channels), frames, padding[s], padding[u], padding[2], filters)
+    apart, shared = (size[1] * size[2], size[2]), tile.slots > 1
+    constants = {
+        "BLOCKS": blocks, "KO": 1 if shared else size[s], "KS": size[s] if shared else 1, "KU": size[u], "KW": size[2],
+        "TAP_S": apart[s], "TAP_U": apart[u], "DS": dilation[s], "DU": dilation[u], "DW": dilation[2],
+        "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames,
+        "SLOTS": tile.slots, "STAGES": tile.stages, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
+        "BN1": wide, "BN2": narrow, "RS": tile.from_registers,
+    }  # fmt: skip
+    return Plan(patterns, count, numbers, constants)
+
+
+def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+    """A descriptor of a tensor whose axes are taken in another order."""
+    return tma.pattern(*(tuple(numbers[a] for a in axes) for numbers in held), dtype, block) if held else None
+
+
+def prepared(weight: Tensor) -> Tensor:
+    """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to TF32."""
+    from turnout.ops.convolution.gluon_kernels import round_to_tf32
+    from turnout.ops.launching import launch
+
+    steps, dense = channels_last_steps(weight.shape, weight.stride())
+    if not dense:
+        weight = weight.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+    if weight.dtype is not torch.float32:
+        return weight
+    found = torch.empty_strided(weight.shape, steps, dtype=weight.dtype, device=weight.device)
+    launch(round_to_tf32, ceil_div(weight.numel(), 1024), (weight, found), (weight.numel(),), {"BLOCK": 1024}, warps=4)
+    return found
+
+
+@functools.lru_cache(4096)
+def channels_last_steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+    """The strides of a dense tensor with channels last, and whether it has these."""
+    _, channels, _, height, width = shape
+    steps = (prod(shape[1:]), 1, height * width * channels, width * channels, channels)
+    return steps, all(n == 1 or have == want for n, have, want in zip(shape, strides, steps, strict=True))
+
+
+def implicit_gemm_hopper_configs(task: Task, device: Device) -> list[Config]:
+    return [tile._asdict() for tile in tiles.best(task, device.shared, device.units)]
+
+
+def narrow_out(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
+    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
+    rows: int = 16, columns: int = 128,
+) -> None:  # fmt: skip
+    """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
+    from turnout.ops.convolution.kernels import narrow_out as kernel
+    from turnout.ops.launching import launch
+
+    kd, kh, kw = weight.shape[2:]
+    rows, columns = min(rows, power_of_two(out.shape[3])), min(columns, max(power_of_two(out.shape[4] + kw - 1), 16))
+    strips = ceil_div(out.shape[3], rows)
+    deep = min(max(power_of_two(x.shape[1]), 16), 128)
+    wide = power_of_two(kw)
+    constants = {
+        "KD": kd, "KH": kh, "KW": kw, "REPLICATE": pad_mode == "replicate", "PRECISION": precision, "ROWS": rows, "BW": columns,
+        "BC": deep, "BLOCKS": ceil_div(x.shape[1], deep), "BK": wide, "BF": tiles.narrow_columns(weight.shape) // wide,
+    }  # fmt: skip
+    numbers = (strips, *numbers_of(x, weight, out, padding, residual, cache))
+    programs = out.shape[0] * out.shape[2] * strips * ceil_div(out.shape[4], columns - kw + 1)
+    # One stage: Triton 3.6 fails to pipeline sums that move from one accumulator to the next.
+    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=4, num_stages=1)
+
+
+def narrow_out_configs(task: Task) -> list[Config]:
+    return [{"rows": 16, "columns": 128}]
+
+
+def narrow_out_hopper(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
+    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
+    share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
+) -> None:  # fmt: skip
+    """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
+    from turnout.ops.convolution.gluon_kernels import narrow_out as kernel
+    from turnout.ops.launching import launch
+
+    if not tma.aligned(x, weight, cache):
+        implicit_gemm(
+            x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
+            precision=precision,
+        )  # fmt: skip
+        return
+    tile = tiles.NarrowTile(share, slots, channels, stages)
+    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
+    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, pad_mode == "replicate", tile)
+    tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
+    card = Device.of(x.device)
+    resident = tile.resident(weight.shape, x.itemsize, card.shared)
+    registers = REGISTERS[resident]
+    constants = {**plan.constants, "REGISTERS": (3 * registers - FETCHING) // 16 * 8}
+    launch(kernel, min(plan.tiles, resident * card.units), tensors, plan.numbers, constants, warps=4, maxnreg=registers)
+
+
+@functools.lru_cache(4096)
+def _narrow_plan(
+    x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
+    padding: Triple, replicate: bool, tile: tiles.NarrowTile,
+) -> Plan:  # fmt: skip
+    axes, (filters, channels, *size) = AXES[tile.share], weight
+    s, u = axes[1] - 2, axes[2] - 2
+    window, wide = 64 - size[2] + 1, power_of_two(size[2])
+    deep = tiles.narrow_columns(weight) // wide
+    taps, row = size[0] * size[1], size[2] * channels
+    shape, steps = (size[2], filters, taps, channels), (channels, taps * row, row, 1)  # [KW, F, KD*KH, C]
+    pixels = (1, 1, 1, 64, tile.channels)
+    patterns = (
+        pattern_along(axes, x, dtype, pixels), pattern_along(axes, cache, dtype, pixels),
+        tma.pattern(shape, steps, dtype, (wide, deep, 1, tile.channels)),
+    )  # fmt: skip
+    batch, places, others, width, _ = (out[0][a] for a in axes)
+    ns, nw = ceil_div(places, tile.slots), ceil_div(width, 2 * window)
+    count, frames = batch * ns * others * nw, cache[0][2] if cache else 0
+    numbers = (
+        count, nw, others, ns, ceil_div(channels, tile.channels), frames, padding[s], padding[u], padding[2], filters, places, width,
+        *(held[1][a] if held else 0 for held in (out, residual) for a in axes),
+    )  # fmt: skip
+    apart = (size[1], 1)
+    constants = {
+        "KS": size[s], "KU": size[u], "TAP_S": apart[s], "TAP_U": apart[u],
+        "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames, "SLOTS": tile.slots,
+        "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
+    }  # fmt: skip
+    return Plan(patterns, count, numbers, constants)
+
+
+def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
+    return [tile._asdict() for tile in tiles.narrow(task, device.shared)]
+
+
+def numbers_of(x: Tensor, weight: Tensor, out: Tensor, padding: Triple, residual: Tensor | None, cache: Tensor | None) -> tuple[int, ...]:
+    """Sizes, paddings and strides, in the order in which the Triton kernels take them."""
+    before = (0, 0, 0, 0) if cache is None else (cache.stride(0), *cache.stride()[2:])
+    return (
+        *out.shape[2:], *x.shape[1:], out.shape[1], 0 if cache is None else cache.shape[2], *padding,
+        *x.stride(), *weight.stride(), *((0,) * 5 if residual is None else residual.stride()), *before, *out.stride(),
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Memory formats: the one torch gives an output, and how a route's own output gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.convolution.problem import channels_last
+
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+FIRST = torch.contiguous_format
+
+_backend: Callable[..., Any] = torch._C._select_conv_backend  # pyright: ignore[reportAttributeAccessIssue]
+_format: Callable[..., torch.memory_format] = torch._C._conv_determine_backend_memory_format  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def torch_format(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> torch.memory_format:
+    """The format of torch's own output. It depends on which of its kernels torch would take, so torch is asked, in the way in which its
+    fake tensors ask: graphs and eager calls agree."""
+    backend = _backend(
+        input, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=False, output_padding=[0] * len(stride),
+        groups=groups, bias_sizes=None,
+    )  # fmt: skip
+    return _format(input, weight, backend)
+
+
+def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
+    """What cuDNN and oneDNN do: channels last where the input or the weight is."""
+    last = any(channels_last(tuple(x.shape), x.stride()) for x in (input, weight))
+    return LAST[input.dim()] if last else FIRST
+
+
+def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
+    """The same values with exactly the strides of a fresh tensor of that format; copied only where memory has another order."""
+    strides = dense_strides(x.shape, format)
+    if x.stride() == strides:
+        return x
+    if x.is_contiguous(memory_format=format):  # dimensions of size one may have any stride
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def dense_strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...]:
+    """The strides of a fresh tensor.
+
+    >>> dense_strides((2, 3, 4, 5), torch.channels_last)
+    (60, 1, 15, 3)
+    """
+    order = range(len(shape) - 1, -1, -1) if format == FIRST else (1, *range(len(shape) - 1, 1, -1), 0)
+    strides, step = [0] * len(shape), 1
+    for dim in order:
+        strides[dim], step = step, step * max(shape[dim], 1)
+    return tuple(strides)
+
+
+def channels_side_by_side(x: Tensor) -> Tensor:
+    """The same tensor, channels last."""
+    return x.contiguous(memory_format=LAST[x.dim()])

@@ -1,0 +1,188 @@
+"""Convolutions by other means, in plain torch. Each gives the values; the layout of the result is whatever came out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.convolution.layout import FIRST, channels_side_by_side, in_format
+from turnout.ops.convolution.problem import channels_last
+
+Numbers = Sequence[int]
+LONGEST_PART = 576  # products, 64 channels of 3x3: 1.1 times the error of oneDNN with channels first, torch 2.13
+
+
+def vendor(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int) -> Tensor:
+    """The vendor's kernel in the layout of the input. On a CPU oneDNN is asked directly: torch keeps small float32 convolutions away from
+    it, and its own loop is up to nine times slower."""
+    if input.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were (torch 2.13)
+        if input.shape[1] == 1:  # one channel has no layout, and oneDNN mistakes it in 3-D (torch 2.13)
+            input, weight = in_format(input, FIRST), in_format(weight, FIRST)
+        return torch.ops.aten.mkldnn_convolution(input, weight, bias, padding, stride, dilation, groups)
+    return torch.convolution(input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+
+
+def in_channels_last(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+) -> Tensor:
+    """The vendor's kernel with channels side by side."""
+    return vendor(channels_side_by_side(input), channels_side_by_side(weight), bias, stride, padding, dilation, groups)
+
+
+def in_float32(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+) -> Tensor:
+    """Half types through float32, rounded once."""
+    wide, taps = (channels_side_by_side(x.to(torch.float32)) for x in (input, weight))
+    y = vendor(wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups)
+    return y.to(input.dtype)
+
+
+# Depth: a 3-D convolution by 2-D ones, or by shorter 3-D ones
+
+
+def reached(frames: int, outputs: int, tap: int, stride: int, padding: int, dilation: int) -> tuple[int, int, int]:
+    """Which outputs a tap of the kernel's depth reaches, first and end, and the frame it sees for the first of them.
+
+    >>> reached(4, 4, 0, 1, 1, 1), reached(4, 4, 2, 1, 1, 1)
+    ((1, 4, 0), (0, 3, 1))
+    """
+    shift = tap * dilation - padding  # output o sees frame o * stride + shift
+    first = max(0, -(shift // stride))
+    end = min(outputs, (frames - 1 - shift) // stride + 1)
+    return first, max(first, end), first * stride + shift
+
+
+def output_frames(frames: int, depth: int, stride: int, padding: int, dilation: int) -> int:
+    return (frames + 2 * padding - dilation * (depth - 1) - 1) // stride + 1
+
+
+class Frames(NamedTuple):
+    """Frames of some clips, `[N, D, C, H, W]`, and where the first ones stand: the input's own begin at 0, a cache's before."""
+
+    values: Tensor
+    start: int
+
+
+def by_depth_taps(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+) -> Tensor:
+    """A 2-D convolution of all frames for each depth of the kernel, over views of them, added up in the output's dtype: float32."""
+    outputs = output_frames(input.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
+    return of_pieces([Frames(input.transpose(1, 2), 0)], outputs, weight, bias, stride, padding, dilation, groups)
+
+
+def of_pieces(
+    pieces: list[Frames], outputs: int, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers,
+    groups: int,
+) -> Tensor:  # fmt: skip
+    """The same for clips that lie in several pieces."""
+    count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, groups)
+    clips = []
+    for n in range(count):
+        parts = []  # first output, end, what they see, by which weight
+        for channel in range(0, weight.shape[1], share):
+            for values, start in pieces:
+                frames = channels_side_by_side(values[n] if share == weight.shape[1] else values[n, :, channel : channel + share])
+                for tap in range(weight.shape[2]):
+                    first, end, frame = reached(len(frames), outputs, tap, stride[0], padding[0] + start, dilation[0])
+                    seen = frames[frame : frame + (end - first - 1) * stride[0] + 1 : stride[0]]
+                    if end > first:
+                        parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
+        parts.sort(key=lambda part: part[0] - part[1])  # the one that reaches most outputs comes first and carries the bias
+        clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, stride[1:], padding[1:], dilation[1:], groups))
+    return (clips[0].unsqueeze(0) if count == 1 else torch.stack(clips)).transpose(1, 2)
+
+
+def _of_parts(
+    parts: list[tuple[int, int, Tensor, Tensor]], outputs: int, size: Numbers, weight: Tensor, bias: Tensor | None, stride: Numbers,
+    padding: Numbers, dilation: Numbers, groups: int,
+) -> Tensor:  # fmt: skip
+    """One clip, `[D', Cout, H', W']`."""
+    if parts and parts[0][1] - parts[0][0] == outputs:
+        (_, _, seen, taps), *parts = parts
+        y = vendor(seen, taps, bias, stride, padding, dilation, groups)
+    else:  # some outputs see nothing but padding
+        sizes = (output_frames(*numbers) for numbers in zip(size, weight.shape[3:], stride, padding, dilation, strict=True))
+        y = torch.zeros((outputs, len(weight), *sizes), dtype=weight.dtype, device=weight.device)
+        y = channels_side_by_side(y if bias is None else y.add_(bias[:, None, None]))
+    for first, end, seen, taps in parts:
+        _add(y[first:end], seen, taps, stride, padding, dilation, groups)
+    return y
+
+
+def _add(y: Tensor, input: Tensor, weight: Tensor, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int) -> None:
+    """Add a convolution to what is there. oneDNN does so as it writes; one channel has no layout it could rely on."""
+    if y.device.type == "cpu" and min(y.shape[1], input.shape[1]) > 1 and y.is_contiguous(memory_format=torch.channels_last):
+        input, weight = channels_side_by_side(input), channels_side_by_side(weight)
+        torch.ops.mkldnn._convolution_pointwise_.binary(
+            y, input, weight, None, padding, stride, dilation, groups, "add", 1.0, None, [], None
+        )  # fmt: skip
+    else:
+        y += vendor(input, weight, None, stride, padding, dilation, groups)
+
+
+def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
+    """How many channels one call adds up. On a CPU few enough for `LONGEST_PART` products, where torch would not add up channels last by
+    oneDNN itself: the longer a sum, the more digits it loses."""
+    _, d, c, h, _ = frames.shape
+    as_torch = frames.stride(2) == 1 and d * c * h > 20480
+    if frames.device.type != "cpu" or groups > 1 or as_torch:
+        return weight.shape[1]
+    return max(16, LONGEST_PART // prod(weight.shape[3:]))
+
+
+def by_depth_chunks(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int,
+    format: torch.memory_format, frames: int,
+) -> Tensor:  # fmt: skip
+    """The vendor's 3-D kernel over `frames` output frames at a time: beside the output, it needs memory for one group only."""
+    shape = [output_frames(n, *numbers) for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)]
+    out = torch.empty((len(input), len(weight), *shape), dtype=input.dtype, device=input.device, memory_format=format)
+    reach = dilation[0] * (weight.shape[2] - 1) + 1
+    for first in range(0, shape[0], frames):
+        end = min(first + frames, shape[0])
+        start, stop = first * stride[0] - padding[0], (end - 1) * stride[0] - padding[0] + reach
+        seen = input[:, :, max(start, 0) : max(0, min(stop, input.shape[2]))]
+        missing = stop - start - seen.shape[2]
+        if missing:
+            before = min(max(-start, 0), missing)
+            seen = F.pad(seen, (0, 0, 0, 0, before, missing - before))
+        out[:, :, first:end] = vendor(seen, weight, bias, stride, [0, *padding[1:]], dilation, groups)
+    return out
+
+
+# One pixel: a matrix product
+
+
+def by_matmul(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers) -> Tensor:
+    """A kernel of one pixel: every output is a product of one input pixel, or of padding, which leaves the bias."""
+    sizes = [output_frames(n, 1, s, p, 1) for n, s, p in zip(input.shape[2:], stride, padding, strict=True)]
+    spans = [reached(n, o, 0, s, p, 1) for n, o, s, p in zip(input.shape[2:], sizes, stride, padding, strict=True)]
+    seen = input[(..., *(slice(at, at + (end - first - 1) * s + 1, s) for (first, end, at), s in zip(spans, stride, strict=True)))]
+    inside = _product(seen, weight.flatten(1), bias)
+    if not any(padding):
+        return inside
+    shape = (input.shape[0], weight.shape[0], *sizes)
+    out = torch.zeros(shape, dtype=input.dtype, device=input.device)
+    if inside.stride(1) == 1:
+        out = channels_side_by_side(out)
+    if bias is not None:
+        out += bias.view(-1, *[1] * len(stride))
+    out[(..., *(slice(first, end) for first, end, _ in spans))] = inside
+    return out
+
+
+def _product(pixels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`[N, Cin, ...]` times `[Cout, Cin]`, in the layout of the pixels: as rows of channels, or as columns."""
+    if channels_last(tuple(pixels.shape), pixels.stride()):
+        return F.linear(pixels.movedim(1, -1), weight, bias).movedim(-1, 1)
+    columns = pixels.flatten(2)
+    y = torch.matmul(weight, columns) if bias is None else torch.baddbmm(bias[:, None], weight.expand(len(columns), -1, -1), columns)
+    return y.unflatten(2, pixels.shape[2:])

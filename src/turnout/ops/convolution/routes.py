@@ -1,0 +1,73 @@
+"""The routes that conv2d and conv3d have in common, and how a route ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.convolution import costs, guards
+from turnout.ops.convolution.layout import FIRST, in_format, torch_format
+from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
+from turnout.ops.convolution.winograd import by_winograd
+
+CHANNELS_LAST: Any = {
+    "refuses": guards.refuses_channels_last, "cost": costs.channels_last_cost, "numerics": "close", "version": 1,
+}  # fmt: skip
+ONE_DNN: Any = {"refuses": guards.refuses_one_dnn, "cost": costs.one_dnn_cost, "numerics": "close", "version": 1}
+UPCAST: Any = {"refuses": guards.refuses_upcast, "cost": costs.upcast_cost, "numerics": "close", "version": 1}
+POINTWISE: Any = {"refuses": guards.refuses_pointwise, "cost": costs.pointwise_cost, "numerics": "close", "version": 1}
+WINOGRAD: Any = {"refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 1}
+DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_taps_cost, "numerics": "close", "version": 1}
+
+
+def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) -> Tensor:
+    """A method's result with the strides of the reference's, and the residual added."""
+    y = in_format(y, format)
+    return y if residual is None else y.add_(residual.to(y.dtype))
+
+
+def with_channels_last(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, stride, padding, dilation, groups)
+    return finished(in_channels_last(*call), residual, torch_format(*call))
+
+
+def with_one_dnn(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Channels first: there oneDNN adds up as carefully as torch's own loop does."""
+    y = vendor(in_format(input, FIRST), in_format(weight, FIRST), bias, stride, padding, dilation, groups)
+    return finished(y, residual, torch_format(input, weight, bias, stride, padding, dilation, groups))
+
+
+def with_float32(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    call = (input, weight, bias, stride, padding, dilation, groups)
+    return finished(in_float32(*call), residual, torch_format(*call))
+
+
+def with_matmul(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
+    return finished(by_matmul(input, weight, bias, stride, padding), residual, format)
+
+
+def with_winograd(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
+    if input.dim() == 4:
+        y = by_winograd(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation]).squeeze(2)
+    else:
+        y = by_winograd(input, weight, bias, padding, dilation)
+    return finished(y, residual, format)

@@ -1,0 +1,138 @@
+"""Which tiles the Hopper kernels take: a model of what bounds each, the tensor cores or shared memory."""
+
+from __future__ import annotations
+
+import functools
+from math import prod
+from typing import NamedTuple
+
+from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.convolution.task import Task
+
+PIXELS = 128  # of one slot: 64 for each of two warpgroups
+REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be multiplied; with more, products wait for one another
+BARRIERS = 2048  # bytes of shared memory
+FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
+COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
+
+
+class Tile(NamedTuple):
+    """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each `rows` x `columns` pixels and `filters`;
+    `channels` and `stages` of what is fetched at a time; pixels reach the tensor cores from registers, or from shared memory."""
+
+    share: str
+    slots: int
+    rows: int
+    columns: int
+    channels: int
+    filters: int
+    stages: int
+    from_registers: bool
+
+    def cycles(self, task: Task, units: int) -> float:
+        """Of one multiprocessor, at about 1.6 GHz on an H200. Its tensor cores take half a cycle for a filter, 64 pixels and 32 bytes of
+        channels. Its shared memory gives them 140 bytes a cycle: filters for every product, pixels too unless they are in registers.
+        From the cache comes a row of up to 128 bytes, a pixel or a filter, every 1.7 cycles. (Fitted to twelve tiles on an H200.)"""
+        (_, channels, *kernel), (batch, count, *sizes) = task.weight, task.out
+        s, u = (0, 1) if self.share == "depth" else (1, 0)
+        taps = kernel[s] if self.slots > 1 else 1
+        places, products, row = self.slots + taps - 1, self.slots * taps, self.channels * task.dtype.itemsize
+        pieces = len(split(self.filters))
+        pixels = places if self.from_registers else pieces * products
+        group = max(
+            row / 16 * products * self.filters / 2,
+            row / 16 * 0.9 * (16 * pixels + products * self.filters / 4),
+            1.7 * (PIXELS * places + taps * self.filters),
+        )
+        single = task.dtype.itemsize == 4
+        # Barriers; issuing products; where nothing is shared, or in TF32, waiting for them.
+        group += 20 * places + 4 * pieces * products + (150 if single else 40 if self.slots == 1 else 0)
+        group *= (1.17 if self.stages == 1 else 1.0) * (1.03 if self.share == "height" else 1.0)
+        groups = prod(kernel) // taps * ceil_div(channels, self.channels)
+        ending = 500 + 2 * self.slots * PIXELS * self.filters * task.dtype.itemsize / 128
+        tiles = ceil_div(sizes[s], self.slots) * ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns)
+        rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
+        return rounds * (groups * group + ending)
+
+
+@functools.lru_cache(4096)
+def best(task: Task, shared: int, units: int, within: float = 1.04) -> tuple[Tile, ...]:
+    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and another one with other slots
+    if it is nearly as fast."""
+    axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
+    shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.frames_before else 2] if 1 < taps <= 3 and dilation == 1]
+    wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]  # narrower tiles fetch pixels more often than they have to
+    found = []
+    for slots in (1, 2, 4):
+        ways = [("depth", 1)] if slots == 1 else shared_axes
+        fitting = [t for s, k in ways for n in wide for c in (16, 32, 64) for t in shaped(task, s, slots, k, c, n, shared)]
+        found += sorted(fitting, key=lambda tile: tile.cycles(task, units))[:1]
+    first, *others = sorted(found, key=lambda tile: tile.cycles(task, units))
+    return (first, *(tile for tile in others[:1] if tile.cycles(task, units) <= within * first.cycles(task, units)))
+
+
+def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters: int, shared: int) -> list[Tile]:
+    """Tiles of every shape that fit registers and shared memory."""
+    size, row = task.dtype.itemsize, channels * task.dtype.itemsize
+    places = slots + taps - 1
+    biases = 4 * filters * ceil_div(task.weight[0], filters)
+    free = shared - BARRIERS - biases - PIXELS * filters * size
+    stages = min(free // ((PIXELS * places + taps * filters) * row), 8)
+    if not 32 <= row <= 128 or stages * places < 3:
+        return []
+    ways = [True] if size == 4 else [False] if slots == 1 else [True, False]  # TF32 is rounded in registers; one product needs none
+    sources = [held for held in ways if slots * filters // 2 + held * row // 4 <= REGISTERS]
+    return [Tile(share, slots, PIXELS // w, w, channels, filters, stages, held) for w in COLUMNS for held in sources]
+
+
+def split(filters: int) -> list[int]:
+    """Powers of two that add up: tensors in Gluon have no other sizes.
+
+    >>> split(96), split(128)
+    ([64, 32], [128])
+    """
+    return [1 << i for i in reversed(range(filters.bit_length())) if filters >> i & 1]
+
+
+class NarrowTile(NamedTuple):
+    """A configuration of `narrow_out_hopper`."""
+
+    share: str
+    slots: int
+    channels: int
+    stages: int
+
+    def resident(self, weight: tuple[int, ...], itemsize: int, shared: int) -> int:
+        """How many programs a multiprocessor holds: with two, one multiplies while the other one adds up and writes."""
+        columns, row = narrow_columns(weight), self.channels * itemsize
+        taps = weight[2 if self.share == "depth" else 3]
+        group = ((self.slots + taps - 1) * PIXELS + taps * columns) * row
+        few = self.slots * columns // 2 + row // 4 <= 64  # of 104 registers a thread
+        return 2 if few and self.stages * group <= narrow_room(columns, shared, 2) else 1
+
+
+def narrow(task: Task, shared: int) -> list[NarrowTile]:
+    """Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice."""
+    columns, size = narrow_columns(task.weight), task.dtype.itemsize
+    share = "depth" if task.frames_before or task.weight[3] == 1 else "height"
+    taps, places = (task.weight[2], task.out[2]) if share == "depth" else (task.weight[3], task.out[3])
+    channels = min((128 // size, 64 // size), key=lambda n: (ceil_div(task.weight[1], n) * n, -n))
+    found = []
+    for most, resident in ((4, 2), (8, 1)):
+        slots = max(1, min(most, 256 // columns, power_of_two(places)))
+        group = ((slots + taps - 1) * PIXELS + taps * columns) * channels * size
+        stages = min(narrow_room(columns, shared, resident) // group, 4)
+        tile = NarrowTile(share, slots, channels, stages)
+        if stages > 0 and tile.resident(task.weight, size, shared) == resident:
+            found.append(tile)
+    return found
+
+
+def narrow_room(columns: int, shared: int, resident: int) -> int:
+    """Shared memory for what is fetched: less 1 KiB for barriers, 1 KiB of the driver's, and 512 bytes a column, where sums are moved."""
+    return shared // resident - 2048 - 512 * columns
+
+
+def narrow_columns(weight: tuple[int, ...]) -> int:
+    """Columns of the product of `narrow_out`: columns of the kernel times filters, each a power of two."""
+    return max(power_of_two(weight[4]) * power_of_two(weight[0]), 16)

@@ -1,0 +1,122 @@
+"""upsample_conv2d: nearest upsampling, then a convolution, as every image and video decoder has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.convolution import costs
+from turnout.ops.convolution.gradients import convolution_backward
+from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format
+from turnout.ops.convolution.problem import Conv2d, float32_settings, spread
+from turnout.routing.device import Device
+from turnout.routing.op import Op, Work
+
+
+class UpsampleConv2d(NamedTuple):
+    """Everything that may change the answer or the speed of one call: a convolution on the small image, and the scale."""
+
+    small: Conv2d
+    scale: int
+
+    @staticmethod
+    def of(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: Sequence[int]) -> UpsampleConv2d:
+        return UpsampleConv2d(Conv2d.of(input, weight, bias, [1, 1], padding, [1, 1], 1, None), scale)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def large(self) -> Conv2d:
+        """The convolution on the upsampled image."""
+        shape = self.small.input
+        large = (*shape[:2], *(n * self.scale for n in shape[2:]))
+        last = len(shape) == 4 and self.small.channels_last
+        return self.small._replace(input=large, input_strides=dense_strides(large, LAST[4] if last else FIRST))
+
+    @property
+    def products(self) -> int:
+        """Products of one image's pixels with added-up weights, for one filter."""
+        s = self.scale
+        rows, columns = (
+            sum(-(-(size - phase) // s) * len({(phase + k - p) // s for k in range(kernel)}) for phase in range(s))
+            for size, kernel, p in zip(self.large.output[2:], self.small.weight[2:], self.small.padding, strict=True)
+        )
+        return rows * columns * self.small.weight[1]
+
+    def invalid(self) -> str | None:
+        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty."""
+        return self.large.invalid()
+
+
+def reference(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+    return in_format(F.conv2d(upsampled(input, scale), weight, bias, 1, padding), plain_format(input, weight))
+
+
+def upsampled(input: Tensor, scale: int) -> Tensor:
+    return F.interpolate(input, scale_factor=float(scale), mode="nearest")
+
+
+def vjp(inputs: tuple, grads: tuple) -> tuple:
+    """A gradient for each input: that of the convolution, pixels of one block added up."""
+    input, weight, bias, scale, padding = inputs
+    large = upsampled(input, scale)
+    dlarge, dweight, dbias = convolution_backward(grads[0], large, weight, bias, [1, 1], padding, [1, 1], 1, input.requires_grad)
+    if dlarge is None:
+        return None, dweight, dbias, None, None
+    factor = float(scale)
+    small = torch.ops.aten.upsample_nearest2d_backward(dlarge, list(large.shape[2:]), list(input.shape), factor, factor)
+    return small, dweight, dbias, None, None
+
+
+def work(problem: UpsampleConv2d) -> Work:
+    """The small image read once, the output written once; a multiplication and an addition for each weight and pixel it falls on."""
+    found = costs.work(problem.large)
+    saved = (prod(problem.large.input) - prod(problem.small.input)) * problem.small.dtype.itemsize
+    return found._replace(bytes=found.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products)
+
+
+def family(problem: UpsampleConv2d) -> tuple:
+    """Problems that differ in the size of the image only, and its pixels."""
+    same, pixels = costs.family(problem.small)
+    return (same, problem.scale), 0 if problem.invalid() else pixels
+
+
+def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
+    """The convolution on the large image, which is written before."""
+    found = costs.reference_cost(problem.large, device)
+    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+
+
+def arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: int = 2, padding: int | Sequence[int] = 1,
+) -> tuple:  # fmt: skip
+    """The reference's arguments of a public call."""
+    if not isinstance(scale, int) or scale < 1:
+        raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
+    return input.unsqueeze(0) if input.dim() == 3 else input, weight, bias, scale, spread(padding, 2)
+
+
+UPSAMPLE_CONV2D = Op(
+    "upsample_conv2d", reference, problem_type=UpsampleConv2d, cost=reference_cost, work=work, cases="turnout.ops.upsample_conv2d.cases",
+    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=float32_settings,
+)  # fmt: skip
+
+
+def upsample_conv2d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: int = 2, padding: int | Sequence[int] = 1
+) -> Tensor:
+    """Nearest upsampling by a whole number, then a 2-D convolution of stride 1.
+
+    input: `[N, Cin, H, W]` or without N, weight: `[Cout, Cin, KH, KW]`, bias: `[Cout]`. Returns
+    `[N, Cout, scale * H + 2 * padding - KH + 1, scale * W + 2 * padding - KW + 1]`.
+
+    >>> import torch, turnout
+    >>> turnout.upsample_conv2d(torch.tensor([[[[1.0, 2.0]]]]), torch.ones(1, 1, 3, 3))
+    tensor([[[[ 4.,  8., 10.,  8.],
+              [ 4.,  8., 10.,  8.]]]])
+    """
+    y = UPSAMPLE_CONV2D(*arguments(input, weight, bias, scale=scale, padding=padding))
+    return y.squeeze(0) if input.dim() == 3 else y

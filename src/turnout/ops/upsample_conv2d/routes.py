@@ -1,0 +1,175 @@
+"""The tracks of upsample_conv2d."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.convolution import costs, guards
+from turnout.ops.convolution import kernel_routes as kernels
+from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched
+from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper
+from turnout.ops.convolution.layout import LAST, dense_strides, in_format, plain_format
+from turnout.ops.convolution.methods import in_channels_last, in_float32
+from turnout.ops.convolution.phases import Axis, by_phases, phase_weights
+from turnout.ops.convolution.routes import finished
+from turnout.ops.convolution.task import Task
+from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+MOST = 16  # beyond it 1 / scale in float32, as torch has it, need not pick the pixel that whole numbers would
+
+
+def refuses_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+    why = problem.invalid()
+    if why is not None:
+        yield why
+        return
+    yield from guards.refuses_anywhere(problem.small, *guards.HALF_AND_SINGLE)
+    yield from guards.needs_one_dnn(problem.small._replace(padding=()), device)
+    if not 2 <= problem.scale <= MOST:
+        yield f"scale {problem.scale}, this route needs 2 to {MOST}"
+
+
+def refuses_even_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+    yield from refuses_phases(problem, device)
+    if problem.invalid() is not None:
+        return
+    if problem.small.channels_last:
+        yield from guards.needs_sums_as_exact(
+            problem.large, device, problem.small.weight[1] * prod(axis.length for axis in axes_of(problem))
+        )
+    for size, kernel, padding, axis in zip(
+        problem.large.output[2:], problem.small.weight[2:], problem.small.padding, axes_of(problem), strict=True
+    ):
+        if size % problem.scale or not axis.even:
+            yield f"{kernel} taps, padding {padding} and {size} outputs, this route needs phases of equal windows and outputs"
+
+
+def axes_of(problem: UpsampleConv2d) -> list[Axis]:
+    return [Axis.of(problem.scale, k, p) for k, p in zip(problem.small.weight[2:], problem.small.padding, strict=True)]
+
+
+def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
+    """One convolution on the small image with `scale**2` times the filters, then a copy of its output."""
+    small, scale = problem.small, problem.scale
+    filters = small._replace(weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem))))
+    found = costs.channels_last_cost(filters, device)
+    prepared = 50e-6 if device.type == "cpu" else 5 * costs.LAUNCH
+    return None if found is None else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
+
+
+@UPSAMPLE_CONV2D.route("phases", refuses=refuses_even_phases, cost=phases_cost, numerics="close", version=1)
+def phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+    size = [scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)]
+    format = plain_format(input, weight)
+    out = torch.empty((len(input), len(weight), *size), dtype=input.dtype, device=input.device, memory_format=format)
+    return by_phases(input, weight, bias, scale, padding, out)
+
+
+def refuses_channels_last(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+    yield from guards.refuses_channels_last(problem.large, device)
+
+
+def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
+    found = costs.channels_last_cost(problem.large, device)
+    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+
+
+@UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, numerics="close", version=1)
+def with_channels_last(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+    y = in_channels_last(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    return finished(y, None, plain_format(input, weight))
+
+
+def refuses_upcast(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+    yield from guards.refuses_upcast(problem.large, device)
+
+
+def upcast_cost(problem: UpsampleConv2d, device: Device) -> float | None:
+    return costs.upcast_cost(problem.large, device) + costs.copying(prod(problem.large.input), problem.small, device)
+
+
+@UPSAMPLE_CONV2D.route("upcast", refuses=refuses_upcast, cost=upcast_cost, numerics="close", version=1)
+def with_float32(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+    y = in_float32(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    return finished(y, None, plain_format(input, weight))
+
+
+# Our own kernels write each phase where it belongs
+
+
+def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
+    """A valid call with even phases as the kernels see it: one task a phase, all of one shape."""
+    (high, wide), small, scale = axes_of(problem), problem.small, problem.scale
+    out = clip_shape(problem.large.output)
+    n, c, d, h, w = dense_strides(out, LAST[5])
+    weight = (*small.weight[:2], 1, high.length, wide.length)
+    return [
+        Task(
+            clip_shape(small.input), weight, (*out[:3], out[3] // scale, out[4] // scale), clip_strides(small.input, small.input_strides),
+            (n, c, d, scale * h, scale * w), small.dtype, padding=(0, -top, -left),
+            precision="tf32" if small.float32.conv == "tf32" else "ieee",
+        )
+        for top in high.starts for left in wide.starts
+    ]  # fmt: skip
+
+
+def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
+    """What a route by this kernel is declared with."""
+
+    def refuses(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+        found = list(refuses_even_phases(problem, device))
+        yield from found or kernel.refuses_on(phase_tasks(problem)[0], device)
+
+    def cost(problem: UpsampleConv2d, device: Device) -> float | None:
+        seconds = [kernel.seconds(task, device) for task in phase_tasks(problem)]
+        layouts = 0.0 if problem.small.channels_last else costs.gpu_relayout(problem.small.input, problem.small, device)
+        if not problem.small.output_channels_last:
+            layouts += costs.gpu_relayout(problem.large.output, problem.small, device)
+        known = [each for each in seconds if each is not None]
+        return 5 * costs.LAUNCH + sum(max(costs.LAUNCH, each) for each in known) + layouts if len(known) == len(seconds) else None
+
+    def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
+        return kernel.configs(phase_tasks(problem)[0], device)
+
+    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+
+
+def phase_by_phase(
+    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
+) -> Tensor:
+    """Each phase by a launch of its own, straight into its pixels."""
+    high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
+    size = [scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)]
+    out = torch.empty((len(input), len(weight), *size), dtype=input.dtype, device=input.device, memory_format=LAST[4])
+    filters, pixels = phase_weights(weight, (high, wide)), kernels.with_channels_last(input)
+    for a, top in enumerate(high.starts):
+        for b, left in enumerate(wide.starts):
+            place = out[:, :, a::scale, b::scale]
+            launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
+    return in_format(out, plain_format(input, weight))
+
+
+@UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
+def with_implicit_gemm(
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
+    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    config = {"pixels": pixels, "filters": filters, "channels": channels, "warps": warps}
+    return phase_by_phase(implicit_gemm, input, weight, bias, scale, padding, **config)
+
+
+@UPSAMPLE_CONV2D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
+def with_implicit_gemm_hopper(
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
+    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
+    stages: int = 3, from_registers: bool = False,
+) -> Tensor:  # fmt: skip
+    config = {"share": share, "slots": slots, "rows": rows, "columns": columns, "channels": channels, "filters": filters, "stages": stages}
+    return phase_by_phase(implicit_gemm_hopper, input, weight, bias, scale, padding, **config, from_registers=from_registers)

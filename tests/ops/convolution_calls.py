@@ -1,0 +1,68 @@
+"""Calls of the convolution kernels in small integers, whose sums are exact, and what comes out of them."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Call(NamedTuple):
+    """Shapes and settings of one launch. `ends` is the padding behind the last frame, row and column."""
+
+    channels: int
+    filters: int
+    size: tuple = (3, 5, 7)
+    kernel: tuple = (3, 3, 3)
+    padding: tuple = (1, 1, 1)
+    ends: tuple = (1, 1, 1)
+    stride: tuple = (1, 1, 1)
+    dilation: tuple = (1, 1, 1)
+    batch: int = 2
+    cache: int = 0
+    pad_mode: str = "zeros"
+    bias: bool = True
+    residual: bool = False
+    dtype: torch.dtype = torch.float32
+    precision: str = "tf32"
+    dense: bool = False  # NCDHW; else channels last
+
+    def output(self):
+        sizes = zip(self.size, self.padding, self.ends, self.kernel, self.stride, self.dilation, strict=True)
+        return tuple((n + p + e - d * (k - 1) - 1) // s + 1 for n, p, e, k, s, d in sizes)
+
+    def run(self, launch, device, config):
+        """Whether a launch writes exactly the rounded sums, and all of them."""
+        made = torch.Generator().manual_seed(0)
+
+        def integers(*shape, most=3):
+            t = torch.randint(-most, most + 1, shape, generator=made).to(self.dtype).to(device)
+            return t if self.dense or t.dim() < 5 else channels_last(t)
+
+        size, out_size = self.size, self.output()
+        x = integers(self.batch, self.channels, *size)
+        weight = integers(self.filters, self.channels, *self.kernel, most=1)
+        bias = integers(self.filters) if self.bias else None
+        cache = integers(self.batch, self.channels, self.cache, *size[1:]) if self.cache else None
+        residual = integers(self.batch, self.filters, *out_size) if self.residual else None
+        out = torch.full((self.batch, self.filters, *out_size), float("nan"), dtype=self.dtype, device=device)
+        out = out if self.dense else channels_last(out)
+        launch(
+            x, weight, bias, out, stride=self.stride, padding=self.padding, dilation=self.dilation, residual=residual, cache=cache,
+            pad_mode=self.pad_mode, precision=self.precision, **config,
+        )  # fmt: skip
+        return torch.equal(out.cpu(), self.expected(*(None if t is None else t.cpu().double() for t in (x, weight, bias, residual, cache))))
+
+    def expected(self, x, weight, bias, residual, cache):
+        seen = x if cache is None else torch.cat([cache, x], 2)
+        missing = self.padding[0] - self.cache
+        if missing > 0:
+            first = seen[:, :, :1].expand(-1, -1, missing, -1, -1)
+            seen = torch.cat([first if self.pad_mode == "replicate" else torch.zeros_like(first), seen], 2)
+        seen = seen[:, :, max(-missing, 0) :]
+        seen = F.pad(seen, (self.padding[2], self.ends[2], self.padding[1], self.ends[1], 0, self.ends[0]))
+        y = F.conv3d(seen, weight, bias, stride=self.stride, dilation=self.dilation)
+        return (y if residual is None else y + residual).to(self.dtype)
+
+
+def channels_last(t):
+    return t.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)

@@ -1,0 +1,382 @@
+"""conv2d and conv3d on a CPU: every route against float64, torch's semantics to the letter, strides, gradients, choices."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import turnout
+from turnout.ops.conv2d import CONV2D
+from turnout.ops.conv3d import CONV3D
+from turnout.ops.convolution import problem as shared
+from turnout.ops.convolution.layout import dense_strides, in_format, torch_format
+from turnout.routing.device import Device
+from turnout.routing.op import OPS
+from turnout.routing.verify import Trial
+
+CPU = Device.of("cpu")
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+TORCH = {"conv2d": F.conv2d, "conv3d": F.conv3d}
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def routes_on_cpu(op, args):
+    """Every route that takes these arguments here, in every configuration: (name, numerics, run)."""
+    problem = op.problem(*args)
+    for route in op.routes.values():
+        if not any(route.refuses(problem, CPU)):
+            for config in route.configs(problem, CPU):
+                yield route.name, route.numerics, functools.partial(route.run, **config)
+
+
+def made(shape, weight, dtype=torch.float32, layout="first", bias=True):
+    x, w = torch.randn(shape), torch.randn(weight) / 8
+    if layout == "last":
+        x, w = (t.contiguous(memory_format=LAST[t.dim()]) for t in (x, w))
+    return x.to(dtype), w.to(dtype), torch.randn(weight[0]).to(dtype) if bias else None
+
+
+def keeps_promises(op, *args, least=("reference",), **kwargs):
+    """All routes that take a call are right, and those in `least` are among them."""
+    args = op.arguments(*args, **kwargs)
+    trial, taken = Trial(op, args), ["reference"]
+    for name, numerics, run in routes_on_cpu(op, args):
+        assert trial.complaint(numerics, run) is None, name
+        taken.append(name)
+    assert set(least) <= set(taken), taken
+
+
+# shape, weight, what else, and the routes that must take it in float32
+CONV3D_CALLS = [
+    *(((1, 5, 11, 6, 7), (4, 5, depth, 3, 3), {"padding": (depth // 2, 1, 1)}, ["depth-taps"]) for depth in (2, 3, 5, 7, 9)),
+    ((1, 6, 4, 7, 7), (5, 6, 1, 3, 3), {"padding": (0, 1, 1)}, ["channels-last", "winograd"]),
+    ((3, 6, 4, 5, 6), (7, 6, 3, 1, 1), {"padding": (1, 0, 0)}, ["depth-taps", "depth-chunks"]),
+    ((2, 4, 7, 5, 5), (6, 4, 3, 3, 3), {"stride": (2, 1, 1), "padding": 1}, ["depth-taps", "depth-chunks"]),
+    ((2, 4, 8, 5, 5), (6, 4, 3, 3, 3), {"dilation": (2, 1, 1), "padding": (2, 1, 1)}, ["depth-taps", "depth-chunks", "winograd"]),
+    ((2, 4, 9, 6, 6), (6, 4, 3, 3, 3), {"stride": (3, 2, 1), "padding": (2, 1, 0), "dilation": (2, 1, 2)}, ["depth-taps", "depth-chunks"]),
+    ((3, 8, 4, 5, 5), (8, 2, 3, 3, 3), {"groups": 4, "padding": 1}, ["depth-taps", "channels-last"]),
+    ((1, 6, 4, 5, 5), (12, 1, 3, 3, 3), {"groups": 6, "padding": 1}, ["depth-taps", "channels-last"]),
+    ((1, 3, 3, 6, 6), (1, 3, 3, 3, 3), {"padding": 1}, ["depth-taps", "winograd"]),
+    ((2, 7, 3, 4, 5), (9, 7, 1, 1, 1), {}, ["pointwise"]),
+    ((2, 7, 4, 5, 5), (9, 7, 1, 1, 1), {"stride": (1, 2, 3)}, ["pointwise"]),
+    ((2, 7, 3, 4, 5), (9, 7, 1, 1, 1), {"padding": (1, 2, 1)}, ["pointwise"]),
+    ((2, 7, 3, 4, 5), (9, 7, 1, 1, 1), {"padding": (1, 2, 1), "stride": 2}, ["pointwise"]),
+    ((1, 4, 2, 5, 5), (3, 4, 3, 3, 3), {"padding": (3, 1, 1)}, []),  # outputs that see nothing but padding
+]
+CONV2D_CALLS = [
+    ((3, 5, 9, 8), (7, 5, 3, 3), {"padding": 1}, ["channels-last", "winograd"]),
+    ((1, 5, 9, 8), (7, 5, 3, 3), {"padding": (0, 2)}, ["channels-last", "winograd"]),
+    ((1, 4, 9, 9), (6, 4, 3, 3), {"stride": 2, "padding": 1}, ["channels-last"]),
+    ((1, 4, 9, 9), (6, 4, 5, 3), {"dilation": (1, 2), "padding": 2}, ["channels-last"]),
+    ((2, 6, 5, 5), (6, 1, 3, 3), {"groups": 6, "padding": 1}, ["channels-last"]),
+    ((2, 6, 5, 5), (9, 2, 3, 3), {"groups": 3}, ["channels-last"]),
+    ((1, 1, 7, 7), (5, 1, 3, 3), {"padding": 1}, ["channels-last", "winograd"]),
+    ((2, 5, 6, 7), (3, 5, 1, 1), {}, ["pointwise"]),
+    ((2, 5, 6, 7), (3, 5, 1, 1), {"stride": (3, 2), "padding": (2, 1)}, ["pointwise"]),
+]
+CALLS = [(CONV3D, *call) for call in CONV3D_CALLS] + [(CONV2D, *call) for call in CONV2D_CALLS]
+calls = pytest.mark.parametrize(
+    ("op", "shape", "weight", "given", "least"), CALLS, ids=[f"{op.name}-{s}-{w}-{g}".replace(" ", "") for op, s, w, g, _ in CALLS]
+)
+
+
+@calls
+@pytest.mark.parametrize("layout", ["first", "last"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_route_in_float32(op, shape, weight, given, least, layout, bias):
+    keeps_promises(op, *made(shape, weight, layout=layout, bias=bias), **given, least=least if layout == "first" else [])
+
+
+@calls
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_route_in_half_types(op, shape, weight, given, least, dtype):
+    seen_everywhere = "padding" not in given or least
+    keeps_promises(op, *made(shape, weight, dtype), **given, least=["upcast"] if seen_everywhere and "pointwise" not in least else [])
+
+
+LONG_SUMS = [
+    (CONV3D, (1, 96, 4, 12, 16), (16, 96, 3, 3, 3), ["winograd", "depth-taps", "one-dnn"]),
+    (CONV3D, (1, 96, 6, 40, 16), (8, 96, 3, 3, 3), ["winograd", "depth-taps", "depth-chunks"]),
+    (CONV3D, (2, 256, 2, 8, 8), (8, 256, 3, 3, 3), ["winograd", "depth-taps"]),
+    (CONV2D, (1, 128, 24, 20), (16, 128, 3, 3), ["winograd"]),
+    (CONV2D, (1, 512, 6, 6), (16, 512, 3, 3), ["winograd", "one-dnn"]),
+    (CONV2D, (1, 256, 20, 20), (64, 256, 1, 1), ["pointwise"]),
+    (CONV2D, (1, 32, 8, 8), (64, 32, 3, 3), ["channels-last"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "shape", "weight", "least"), LONG_SUMS, ids=[f"{op.name}-{s}".replace(" ", "") for op, s, _, _ in LONG_SUMS]
+)
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_long_sums_lose_no_more_digits_than_torchs(op, shape, weight, least, layout):
+    """oneDNN loses more channels last than channels first; routes must know where torch would do which."""
+    keeps_promises(op, *made(shape, weight, layout=layout), padding=weight[-1] // 2, least=least if layout == "first" else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_upcast_is_the_rounding_of_a_float32_result(dtype):
+    x, w, bias = made((1, 96, 4, 12, 16), (96, 96, 3, 3, 3), dtype)
+    with turnout.pin(conv3d="upcast"):
+        y = turnout.conv3d(x, w, bias, padding=1)
+    true = F.conv3d(x.double(), w.double(), bias.double(), padding=1)
+    half_an_ulp = torch.finfo(dtype).eps / 2 * true.abs()
+    assert ((y.double() - true).abs() <= half_an_ulp * 1.001 + 1e-4).all()
+
+
+def views(shape):
+    """Layouts that are not simply dense: name, tensor."""
+    n, c, *rest = shape
+    wider = torch.randn(n, c + 3, *(2 * size for size in rest))
+    yield "sliced", wider[:, 1 : c + 1][(..., *(slice(1, size + 1) for size in rest))]
+    yield "stepped", wider[:, :c][(..., *(slice(None, None, 2) for _ in rest))]
+    yield "sliced channels-last", wider.contiguous(memory_format=LAST[len(shape)])[:, 2 : c + 2][(..., *(slice(size) for size in rest))]
+    yield "expanded batch", torch.randn(1, c, *rest).expand(shape)
+    yield "expanded channels", torch.randn(n, 1, *rest).expand(shape)
+    yield "permuted", torch.randn(*rest, c, n).permute(len(shape) - 1, len(shape) - 2, *range(len(rest)))
+
+
+@pytest.mark.parametrize("op", [CONV2D, CONV3D], ids=["conv2d", "conv3d"])
+def test_layouts_that_are_not_dense(op):
+    rest = (5, 6) if op is CONV2D else (3, 5, 6)
+    for (_, x), kernel in itertools.product(views((2, 6, *rest)), (1, 3)):
+        weight = torch.randn(4, 6, *[kernel] * len(rest)) / 8
+        keeps_promises(op, x, weight, torch.randn(4), padding=kernel // 2, least=["pointwise" if kernel == 1 else "channels-last"])
+
+
+@pytest.mark.parametrize("op", [CONV2D, CONV3D], ids=["conv2d", "conv3d"])
+def test_outputs_have_torchs_strides(op):
+    rest = (5, 6) if op is CONV2D else (3, 5, 6)
+    for batch, into, out, kernel, large in itertools.product((1, 2), (1, 8), (1, 4), (1, 3), (1, 6)):
+        size = [n * large for n in rest]
+        for x_last, w_last in itertools.product((False, True), repeat=2):
+            x, w = torch.randn(batch, into, *size), torch.randn(out, into, *[kernel] * len(rest))
+            x = x.contiguous(memory_format=LAST[x.dim()]) if x_last else x
+            w = w.contiguous(memory_format=LAST[w.dim()]) if w_last else w
+            args = op.arguments(x, w, None, 1, kernel // 2)
+            expected = op.reference(*args)
+            assert in_format(expected, torch_format(*args[:7])).stride() == expected.stride()
+            for name, _, run in routes_on_cpu(op, args):
+                assert run(*args).stride() == expected.stride(), name
+
+
+@pytest.mark.parametrize("op", [CONV2D, CONV3D], ids=["conv2d", "conv3d"])
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=["batch", "channels"])
+def test_empty(op, shape):
+    rest = [5] * (2 if op is CONV2D else 3)
+    x, weight = torch.randn(*shape, *rest), torch.randn(3, shape[1], *[3] * len(rest))
+    ours, theirs = OPS[op.name](*op.arguments(x, weight)), TORCH[op.name](x, weight)
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours, theirs)
+
+
+# Semantics
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_padding_in_words(kernel, dilation, padding):
+    x, weight = torch.randn(2, 3, 9, 9, 9), torch.randn(4, 3, kernel, 3, kernel)
+    torch.testing.assert_close(
+        turnout.conv3d(x, weight, padding=padding, dilation=dilation), F.conv3d(x, weight, padding=padding, dilation=dilation)
+    )
+    torch.testing.assert_close(
+        turnout.conv2d(x[:, :, 0], weight[:, :, 0], padding=padding, dilation=dilation),
+        F.conv2d(x[:, :, 0], weight[:, :, 0], padding=padding, dilation=dilation),
+    )
+
+
+def test_unbatched_and_positional():
+    x, weight, bias = torch.randn(3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
+    torch.testing.assert_close(turnout.conv2d(x, weight, bias, 2, 1, 1, 1), F.conv2d(x, weight, bias, 2, 1, 1, 1))
+    torch.testing.assert_close(turnout.conv2d(x, weight, padding="same"), F.conv2d(x, weight, padding="same"))
+    assert turnout.conv2d(x, weight).stride() == F.conv2d(x, weight).stride()
+    clip, taps = torch.randn(3, 4, 8, 8), torch.randn(6, 1, 3, 3, 3)
+    torch.testing.assert_close(turnout.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3), F.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3))
+    with_residual = turnout.conv2d(x, weight, bias, padding=1, residual=torch.ones(4, 8, 8))
+    torch.testing.assert_close(with_residual, F.conv2d(x, weight, bias, padding=1) + 1)
+
+
+WRONG = [
+    ((2, 3, 8, 8), (4, 5, 3, 3), {}),
+    ((2, 3, 8, 8), (4, 3, 9, 9), {}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"stride": 0}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"padding": -1}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"stride": (1, 2, 3)}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"groups": 2}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"padding": "same", "stride": 2}),
+    ((2, 3, 8, 8), (4, 3, 3, 3), {"padding": "full"}),
+    ((2, 3, 4, 8, 8), (4, 3, 3, 3, 3), {}),
+    ((2, 3, 4, 8, 8), (4, 3, 3, 3, 3), {"stride": (1, 1, 1), "padding": (0, 0, 0), "dilation": (1, 1, 1)}),
+    ((8, 8), (4, 3, 3, 3), {}),
+]
+
+
+@pytest.mark.parametrize(("shape", "weight", "given"), WRONG)
+def test_mistakes_raise_what_torch_raises(shape, weight, given):
+    x, w = torch.randn(shape), torch.randn(weight)
+    with pytest.raises((RuntimeError, ValueError, TypeError)) as theirs:
+        F.conv2d(x, w, **given)
+    with pytest.raises(type(theirs.value)) as ours:
+        turnout.conv2d(x, w, **given)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_mixed_dtypes_raise_what_torch_raises():
+    x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError) as theirs:
+        F.conv2d(x, w)
+    with pytest.raises(RuntimeError) as ours:
+        turnout.conv2d(x, w)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_residual_on_every_route(layout):
+    for op, shape, weight in (
+        (CONV2D, (2, 8, 6, 6), (5, 8, 3, 3)),
+        (CONV3D, (1, 8, 4, 6, 6), (5, 8, 3, 3, 3)),
+        (CONV2D, (1, 8, 6, 6), (5, 8, 1, 1)),
+    ):
+        x, w, bias = made(shape, weight, layout=layout)
+        padding = weight[-1] // 2
+        like = TORCH[op.name](x, w, bias, padding=padding)
+        for residual in (torch.randn_like(like), torch.randn(like.shape), torch.randn(like.shape).transpose(-1, -2).contiguous().mT):
+            keeps_promises(op, x, w, bias, padding=padding, residual=residual, least=["channels-last"] if layout == "first" else [])
+        assert turnout.conv2d(torch.ones(1, 1, 3, 3), torch.ones(2, 1, 1, 1), residual=torch.ones(2, 1, 1)).sum() == 36  # broadcast
+
+
+def test_float32_settings_are_part_of_the_problem():
+    x, w = torch.empty(1, 8, 8, 8, device="meta"), torch.empty(4, 8, 3, 3, device="meta")
+    args = CONV2D.arguments(x, w)
+    before, flag = torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32
+    try:
+        found = []
+        for precision in ("tf32", "ieee"):
+            torch.backends.cudnn.conv.fp32_precision = precision
+            found.append((CONV2D.problem(*args).float32.conv, shared.float32_settings()))
+        assert [kind for kind, _ in found] == ["tf32", "ieee"]
+        assert found[0][1] != found[1][1]
+        assert CONV2D.problem(*args)._replace(float32=shared.Float32("", "")) == CONV2D.problem(*CONV2D.arguments(x, w))._replace(
+            float32=shared.Float32("", "")
+        )
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+    assert torch.backends.cudnn.allow_tf32 == flag
+    assert CONV2D.problem(*CONV2D.arguments(x.half(), w.half())).float32 == shared.Float32("", "")
+
+
+@pytest.mark.parametrize("strides", [(128, 1, 32, 8), (128, 16, 4, 1), (999, 1, 100, 8), (8, 1, 8, 8), (128, 0, 4, 1)])
+def test_channels_last_is_what_torch_takes_for_it(strides):
+    x = torch.empty_strided((1, 8, 4, 4), strides)
+    assert shared.channels_last((1, 8, 4, 4), strides) == (torch._prims_common.suggest_memory_format(x) == torch.channels_last)
+
+
+def test_dense_strides_are_those_of_a_fresh_tensor():
+    for shape in ((2, 3, 4, 5), (1, 1, 1, 1), (2, 1, 3, 1), (0, 3, 2, 2), (2, 3, 4, 5, 6), (1, 8, 1, 1, 1)):
+        for format in (torch.contiguous_format, LAST[len(shape)]):
+            assert dense_strides(shape, format) == torch.empty(shape, memory_format=format).stride()
+
+
+# Gradients and modes
+
+
+@pytest.mark.parametrize("name", ["reference", "channels-last", "depth-taps", "winograd", "depth-chunks"])
+def test_gradients(name):
+    x, w, bias = made((2, 8, 4, 6, 6), (6, 8, 3, 3, 3))
+    residual = torch.randn(2, 6, 4, 6, 6)
+    ours, theirs = ([t.clone().requires_grad_() for t in (x, w, bias, residual)] for _ in range(2))
+    with turnout.pin(conv3d=name):
+        y = turnout.conv3d(*ours[:3], padding=1, residual=ours[3])
+    expected = F.conv3d(*theirs[:3], padding=1) + theirs[3]
+    scale = torch.randn_like(expected)
+    (y * scale).sum().backward()
+    (expected * scale).sum().backward()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_gradients_that_are_wanted():
+    x, w, bias = made((1, 8, 6, 6), (4, 8, 3, 3))
+    x.requires_grad_()
+    with turnout.pin(conv2d="channels-last"):
+        turnout.conv2d(x, w, bias).sum().backward()
+    expected = torch.autograd.grad(F.conv2d(x, w, bias).sum(), x)[0]
+    torch.testing.assert_close(x.grad, expected)
+    assert w.grad is None
+
+
+def test_second_gradients():
+    x, w, bias = (t.double().requires_grad_() for t in made((1, 2, 4, 4), (2, 2, 3, 3)))
+
+    def opaque(x, w, bias):
+        return CONV2D.opaque(x, w, bias, [1, 1], [1, 1], [1, 1], 1, None)
+
+    assert torch.autograd.gradcheck(opaque, (x, w, bias))
+    assert torch.autograd.gradgradcheck(opaque, (x, w, bias))
+
+
+def test_autocast():
+    x, w, bias = made((1, 8, 6, 6), (4, 8, 3, 3))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = turnout.conv2d(x, w, bias, residual=torch.ones(1, 4, 4, 4)), F.conv2d(x, w, bias) + torch.ones(1, 4, 4, 4).bfloat16()
+    assert ours.dtype is torch.bfloat16
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_vmap_and_meta():
+    x, w = torch.randn(3, 1, 2, 6, 6), torch.randn(4, 2, 3, 3)
+    torch.testing.assert_close(torch.vmap(lambda one: turnout.conv2d(one, w))(x), torch.stack([F.conv2d(one, w) for one in x]))
+    assert turnout.conv3d(torch.empty(1, 2, 4, 4, 4, device="meta"), torch.empty(3, 2, 3, 3, 3, device="meta")).shape == (1, 3, 2, 2, 2)
+
+
+# Choices
+
+
+def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
+    x, w = (torch.empty(s, dtype=dtype, device="meta") for s in (shape, weight))
+    if layout == "last":
+        x, w = (t.contiguous(memory_format=LAST[t.dim()]) for t in (x, w))
+    return turnout.explain(op, x, w, torch.empty(weight[0], dtype=dtype, device="meta"), **given, device=device).chosen
+
+
+@pytest.fixture
+def no_tables(monkeypatch, tmp_path):
+    monkeypatch.setattr("turnout.routing.table.SHIPPED", tmp_path)
+
+
+@pytest.mark.usefixtures("no_tables")
+def test_choices_on_a_card_that_is_not_here():
+    assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), padding=1) == "implicit-gemm-hopper"
+    assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), layout="first", padding=1) == "implicit-gemm-hopper"
+    assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), torch.float32, padding=1) == "implicit-gemm-hopper"
+    assert on("h200", "conv2d", (1, 128, 1024, 1024), (3, 128, 3, 3), padding=1).startswith("narrow-out")
+    assert on("h200", "conv2d", (1, 8, 8, 8), (8, 8, 3, 3), padding=1) == "reference"
+    assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), padding=1) == "reference"
+    assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), layout="first", padding=1) in ("channels-last", "reference")
+
+
+def test_choices_on_a_cpu():
+    assert on("cpu", "conv2d", (1, 8, 4, 4), (8, 8, 3, 3), torch.float32, "first") == "reference"
+    assert on("cpu", "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in ("one-dnn", "depth-taps")
+    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1) in ("depth-taps", "winograd")
+    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "last", padding=1) == "reference"
+    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) in ("upcast", "reference")
+
+
+def test_a_half_type_without_instructions_goes_through_float32(monkeypatch):
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "upcast"
+    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
+    verdict = turnout.explain(
+        "conv3d", torch.empty(1, 96, 4, 60, 104, dtype=torch.bfloat16), torch.empty(96, 96, 3, 3, 3, dtype=torch.bfloat16), padding=1
+    )
+    assert verdict.chosen == "upcast"
+    assert verdict.microseconds["reference"] > 100 * verdict.microseconds["upcast"]

@@ -1,0 +1,79 @@
+"""The Hopper kernels of convolutions launched directly: every way through them, on tiles with ragged ends. Bit for bit."""
+
+import pytest
+import torch
+
+from tests.ops.convolution_calls import Call
+from turnout.ops.convolution import launches
+from turnout.ops.convolution.tiles import NarrowTile, Tile
+
+pytestmark = pytest.mark.gpu
+
+B, H, S = torch.bfloat16, torch.float16, torch.float32
+SHARED = Tile("depth", 4, 4, 32, 32, 96, 3, True)
+FROM_MEMORY = SHARED._replace(from_registers=False)
+ROWS = Tile("height", 4, 2, 64, 32, 96, 3, True)
+WIDE = Tile("depth", 2, 8, 16, 32, 192, 2, True)
+ALONE = Tile("depth", 1, 8, 16, 64, 128, 4, False)
+WIDEST = Tile("depth", 1, 16, 8, 64, 256, 3, False)
+FLAT = Tile("height", 2, 1, 128, 32, 128, 3, True)
+SINGLE = Tile("depth", 4, 4, 32, 16, 96, 2, True)
+SINGLE_ALONE = Tile("depth", 1, 8, 16, 32, 64, 3, True)
+RAGGED = Call(96, 96, size=(5, 19, 37), dtype=B)
+CAUSAL = RAGGED._replace(padding=(2, 1, 1), ends=(0, 1, 1))
+IMAGE = Call(128, 128, size=(1, 21, 300), kernel=(1, 3, 3), padding=(0, 1, 1), ends=(0, 1, 1), dtype=B)
+
+GEMMS = {
+    "shared": (RAGGED, SHARED),
+    "shared, residual": (RAGGED._replace(residual=True, dtype=H), SHARED),
+    "shared, no bias": (RAGGED._replace(bias=False), SHARED),
+    "shared, cache": (CAUSAL._replace(cache=2), SHARED),
+    "shared, short cache, replicated": (CAUSAL._replace(cache=1, pad_mode="replicate"), SHARED),
+    "shared, replicated": (CAUSAL._replace(pad_mode="replicate"), SHARED),
+    "several blocks of filters": (RAGGED._replace(channels=64, filters=200), SHARED),
+    "from memory": (RAGGED, FROM_MEMORY),
+    "rows": (RAGGED, ROWS),
+    "wide": (RAGGED._replace(channels=192, filters=192), WIDE),
+    "alone, dilated": (RAGGED._replace(channels=64, dilation=(2, 1, 2), padding=(2, 1, 2), ends=(2, 1, 2)), ALONE),
+    "alone, 3 x 1 x 1": (RAGGED._replace(kernel=(3, 1, 1), channels=40, filters=136, padding=(1, 0, 0), ends=(1, 0, 0)), ALONE),
+    "alone, 1 x 1 x 1 and padding": (RAGGED._replace(kernel=(1, 1, 1), channels=40, filters=24), ALONE),
+    "widest": (RAGGED._replace(channels=128, filters=512), WIDEST),
+    "image": (IMAGE, FLAT),
+    "uneven padding": (RAGGED._replace(padding=(0, 2, 0), ends=(2, 0, 1)), SHARED),
+    "TF32": (RAGGED._replace(dtype=S, residual=True), SINGLE),
+    "TF32, alone": (RAGGED._replace(dtype=S, channels=36, filters=20), SINGLE_ALONE),
+}
+NARROW = NarrowTile("height", 4, 64, 1)
+THREE = RAGGED._replace(filters=3, size=(4, 21, 130))
+NARROWS = {
+    "image": (IMAGE._replace(filters=3), NARROW),
+    "eight rows, residual": (IMAGE._replace(filters=3, size=(2, 21, 70), residual=True), NARROW._replace(slots=8)),
+    "film": (THREE, NarrowTile("height", 4, 32, 2)),
+    "film, cache": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), cache=2), NarrowTile("depth", 4, 32, 2)),
+    "twelve filters": (THREE._replace(filters=12), NarrowTile("height", 4, 32, 2)),
+    "TF32": (THREE._replace(dtype=S), NarrowTile("height", 4, 32, 1)),
+    "one filter": (THREE._replace(filters=1), NarrowTile("height", 4, 32, 2)),
+}
+
+
+@pytest.mark.parametrize("name", GEMMS)
+def test_implicit_gemm(name):
+    call, tile = GEMMS[name]
+    assert call.run(launches.implicit_gemm_hopper, "cuda", tile._asdict())
+
+
+@pytest.mark.parametrize("name", NARROWS)
+def test_narrow_out(name):
+    call, tile = NARROWS[name]
+    assert call.run(launches.narrow_out_hopper, "cuda", tile._asdict())
+
+
+def test_tf32_is_rounded_not_cut_off():
+    """The error of both operands rounded to the nearest TF32; with bits cut off it is 2.6 times that."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 20, 40, 96, device="cuda").permute(0, 4, 1, 2, 3)
+    weight = torch.randn(96, 3, 3, 3, 96, device="cuda").permute(0, 4, 1, 2, 3)
+    out = torch.empty(1, 2, 20, 40, 96, device="cuda").permute(0, 4, 1, 2, 3)
+    launches.implicit_gemm_hopper(x, weight, None, out, stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1), **SINGLE._asdict())
+    exact = torch.nn.functional.conv3d(x.double().cpu(), weight.double().cpu(), padding=1)
+    assert (out.double().cpu() - exact).norm() / exact.norm() < 3.5e-4

@@ -1,0 +1,93 @@
+"""Tiles of the Hopper kernels: within the card, without waste where the sizes allow it; and what the kernels say they cannot do."""
+
+import pytest
+import torch
+
+from turnout.ops.convolution import task as limits
+from turnout.ops.convolution import tiles
+from turnout.ops.convolution.task import Task
+from turnout.routing.device import Device
+
+H200 = Device.named("h200")
+
+
+def task(depth, height, width, channels, filters, kernel=(3, 3, 3), dtype=torch.bfloat16, **more):
+    def strides(count):
+        return (depth * height * width * count, 1, height * width * count, width * count, count)
+
+    size = (1, channels, depth, height, width)
+    return Task(
+        size, (filters, channels, *kernel), (1, filters, *size[2:]), strides(channels), strides(filters), dtype,
+        padding=tuple(k // 2 for k in kernel), **more,
+    )  # fmt: skip
+
+
+TASKS = [
+    task(4, 480, 832, 96, 96), task(81, 480, 832, 96, 96), task(4, 240, 416, 192, 192), task(4, 120, 208, 384, 384),
+    task(21, 60, 104, 1024, 1024), task(1, 1024, 1024, 128, 128, (1, 3, 3)), task(4, 240, 416, 192, 384, (3, 1, 1)),
+    task(4, 480, 832, 192, 96, dtype=torch.float32), task(2, 30, 40, 320, 320), task(1, 7, 5, 8, 8, (1, 1, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS, ids=str)
+def test_tiles_fit(task):
+    found = tiles.best(task, H200.shared, H200.units, 2.0)
+    assert found
+    for tile in found:
+        assert tile.rows * tile.columns == tiles.PIXELS
+        assert 1 <= len(tiles.split(tile.filters)) <= 2
+        assert tile.slots * tile.filters // 2 <= tiles.REGISTERS
+        assert tile.slots == 1 or task.weight[2 if tile.share == "depth" else 3] > 1
+
+
+def test_frames_before_are_found_by_depth_only():
+    """A block of several frames cannot come from two tensors."""
+    for before in ({"cache": 2}, {"pad_mode": "replicate"}):
+        assert {tile.share for tile in tiles.best(task(81, 480, 832, 96, 96, **before), H200.shared, H200.units, 2.0)} == {"depth"}
+
+
+def test_tiles_of_wan():
+    best = tiles.best(TASKS[0], H200.shared, H200.units)[0]
+    assert (best.share, best.slots, best.filters, best.from_registers) == ("depth", 4, 96, True)
+
+
+def reasons(task, of=limits.implicit_gemm_hopper_refuses):
+    return list(of(task))
+
+
+def test_what_hopper_refuses():
+    good = TASKS[0]
+    assert not reasons(good)
+    assert reasons(good._replace(stride=(1, 2, 2))) == ["stride (1, 2, 2), this route needs 1"]
+    assert reasons(task(4, 8, 8, 33, 96))[0] == "33 channels, this route needs a multiple of 8"
+    assert reasons(task(4, 8, 8, 32, 3))[0] == "3 filters, this route needs a multiple of 8"
+    assert reasons(good._replace(dtype=torch.float32, precision="ieee")) == ["float32 in ieee precision, this route needs TF32 allowed"]
+    assert reasons(good._replace(dtype=torch.float64))[0].startswith("dtype float64")
+    assert "channels side by side" in reasons(good._replace(x_strides=(96 * 64, 64, 64, 8, 1)))[0]
+    assert "groups" in reasons(good._replace(weight=(96, 48, 3, 3, 3)))[0]
+    assert "in the cache" in reasons(good._replace(cache=2, cache_strides=(96 * 64, 64, 64, 8, 1)))[0]
+
+
+def test_what_narrow_out_refuses():
+    few = task(4, 480, 832, 96, 3)
+    for refuses in (limits.narrow_out_refuses, limits.narrow_out_hopper_refuses):
+        assert not reasons(few, refuses)
+        assert "this route needs at most 64" in reasons(task(4, 8, 8, 96, 96), refuses)[0]
+        assert "dilation" in reasons(few._replace(dilation=(1, 2, 1)), refuses)[0]
+        assert "TF32" in reasons(few._replace(dtype=torch.float32, precision="ieee"), refuses)[0]
+    assert not reasons(task(1, 8, 8, 33, 3, (1, 3, 3)), limits.narrow_out_refuses)
+    assert reasons(task(4, 8, 8, 256, 12), limits.narrow_out_refuses)
+    assert not reasons(task(4, 8, 8, 256, 12), limits.narrow_out_hopper_refuses)
+    assert reasons(task(1, 8, 8, 33, 3, (1, 3, 3)), limits.narrow_out_hopper_refuses)
+
+
+def test_narrow_tiles_fit():
+    for case in (
+        task(1, 1024, 1024, 128, 3, (1, 3, 3)),
+        task(4, 480, 832, 96, 3),
+        task(4, 60, 60, 256, 12),
+        task(1, 9, 9, 8, 1, (1, 1, 1)),
+    ):
+        found = tiles.narrow(case, H200.shared)
+        assert found
+        assert all(tile.stages >= 1 and tile.slots >= 1 for tile in found)
