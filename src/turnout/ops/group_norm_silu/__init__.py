@@ -1,0 +1,176 @@
+"""group_norm_silu: the group norm and the activation between the convolutions of image decoders; two reads and one write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.layouts import folded, fresh_strides, in_format_of
+from turnout.routing.device import Device
+from turnout.routing.op import Op, Work
+
+
+class GroupNormSilu(NamedTuple):
+    """Everything that may change the answer or the speed of one call."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    bias_dtype: torch.dtype | None
+    silu: bool
+
+    @staticmethod
+    def of(
+        x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, out: Tensor | None = None
+    ) -> GroupNormSilu:
+        check(x, groups, weight, bias, out)
+        return GroupNormSilu(
+            tuple(x.shape), x.stride(), fresh_strides(x) if out is None else out.stride(), groups, x.dtype,
+            None if weight is None else weight.dtype, None if bias is None else bias.dtype, silu,
+        )  # fmt: skip
+
+    @property
+    def elements(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+class GroupNormSiluInto(GroupNormSilu):
+    """The same, written into a tensor that is there already."""
+
+    @staticmethod
+    def of(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> GroupNormSilu:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return GroupNormSilu.of(x, groups, weight, bias, eps, silu, out)
+
+
+def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor | None) -> None:
+    """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ValueError(f"x is {x.dtype} {list(x.shape)}, it needs to be floating-point [batch, channels, ...]")
+    channels = x.shape[1]
+    if groups < 1 or channels % groups:
+        raise ValueError(f"{channels} channels in {groups} groups, they need to be groups of one size")
+    for name, given in (("weight", weight), ("bias", bias)):
+        if given is None:
+            continue
+        if tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device:
+            raise ValueError(f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}")
+    if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
+        raise ValueError(
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
+        )
+
+
+def normalised(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+    """PyTorch's own norm, then its activation."""
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
+    if all(given is None or given.dtype == x.dtype for given in (weight, bias)):
+        y = torch.group_norm(x, groups, weight, bias, eps)
+    else:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale, shift = (None if given is None else given.to(wide) for given in (weight, bias))
+        y = torch.group_norm(x.to(wide), groups, scale, shift, eps).to(x.dtype)
+    return F.silu(y) if silu else y
+
+
+def reference(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+    check(x, groups, weight, bias, None)
+    return in_format_of(normalised(x, groups, weight, bias, eps, silu), x)
+
+
+def reference_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+    check(x, groups, weight, bias, out)
+    out.copy_(normalised(x, groups, weight, bias, eps, silu))
+
+
+def work(problem: GroupNormSilu) -> Work:
+    """x read for its moments and again for the norm, the output written once; about ten operations an element."""
+    size = problem.elements * problem.dtype.itemsize
+    return Work(3 * size, 10 * problem.elements, size)
+
+
+class Positions(NamedTuple):
+    """What a kernel walks: `size` positions, `x_step` and `out_step` apart."""
+
+    size: int
+    x_step: int
+    out_step: int
+
+
+def positions(shape: Sequence[int], strides: Sequence[int], out_strides: Sequence[int]) -> Positions | None:
+    """All dimensions but batch and channels as one; None where they do not fold."""
+    sizes, (x, out) = folded(shape[2:], strides[2:], out_strides[2:])
+    return None if len(sizes) > 1 else Positions(sizes[0], x[0], out[0]) if sizes else Positions(1, 1, 1)
+
+
+def layout(problem: GroupNormSilu) -> Literal["rows", "planes", "strided"]:
+    """Which elements are side by side in x and in the output: channels, positions, or neither in both."""
+    where = positions(problem.shape, problem.strides, problem.out_strides)
+    if where is None:
+        return "strided"
+    if problem.strides[1] == problem.out_strides[1] == 1 and problem.shape[1] > 1:
+        return "rows"
+    return "planes" if where.x_step == where.out_step == 1 else "strided"
+
+
+def family(problem: GroupNormSilu) -> tuple[tuple, int]:
+    """Problems that differ in the number of positions only, and that number."""
+    batch, channels, *_ = problem.shape
+    kind, dense = layout(problem), problem.strides == problem.out_strides
+    where = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
+    return (where, batch, channels, *problem[3:]), problem.elements // max(batch * channels, 1)
+
+
+def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
+    """On a GPU one block takes the moments of one group, 1.1e9 values a second on an H200, and channels-last is copied there and back.
+    On a CPU: measured, 1 x 128 x 64 x 64."""
+    if device.type == "cuda":
+        groups = max(1, problem.shape[0] * problem.groups)
+        moments = problem.elements / groups / 1.1e9 * -(-groups // (2 * device.units))
+        passes = device.seconds(problem.elements * problem.dtype.itemsize * (10 if layout(problem) == "rows" else 6))
+        return None if passes is None else max(36e-6, moments + passes)
+    if device.type == "cpu":
+        return 40e-6 + problem.elements * 2e-9
+    return None
+
+
+GROUP_NORM_SILU = Op(
+    "group_norm_silu", reference, problem_type=GroupNormSilu, cost=reference_cost, work=work,
+    cases="turnout.ops.group_norm_silu.cases", family=family, autocast="ignore",
+)  # fmt: skip
+
+GROUP_NORM_SILU_INTO = Op(
+    "group_norm_silu_into", reference_into, problem_type=GroupNormSiluInto, cost=reference_cost, work=work,
+    cases="turnout.ops.group_norm_silu.cases_into", family=family, autocast="ignore", mutates=("out",),
+)  # fmt: skip
+
+
+def group_norm_silu(
+    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, silu: bool = True,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`silu(group_norm(x))` in two launches, in any memory format; `silu=False` leaves the activation out.
+
+    x: `[B, C, ...]`; weight, bias: `[C]` or None. Moments are taken in float32 and hold where the mean is far from zero. Returns a tensor
+    in x's memory format.
+
+    out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of a causal convolution;
+    it is returned, and gradients do not pass through it.
+
+    >>> import torch, turnout
+    >>> x = torch.randn(2, 6, 8, 8) + 1000
+    >>> y = turnout.group_norm_silu(x, 3, torch.ones(6), torch.zeros(6), eps=1e-6, silu=False)
+    >>> y.view(2, 3, -1).std(-1, correction=0).allclose(torch.ones(2, 3), atol=1e-4)
+    True
+    """
+    if out is None:
+        return GROUP_NORM_SILU(x, groups, weight, bias, eps, silu)
+    GROUP_NORM_SILU_INTO(x, groups, weight, bias, out, eps, silu)
+    return out

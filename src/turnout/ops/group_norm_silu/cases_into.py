@@ -1,0 +1,62 @@
+"""Real calls of group_norm_silu that write behind the cache of a causal convolution."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.group_norm_silu import cases
+from turnout.ops.group_norm_silu.cases import FIRST, INEXACT, LAST
+from turnout.ops.rms_norm_silu.cases_into import behind_cache
+from turnout.routing.case import Case, small_integers
+
+__all__ = ["BOUNDS", "CASES", "INEXACT", "PEERS", "random_call"]
+
+
+def case(name: str, shape: tuple[int, ...], layout: str, dtype: torch.dtype = torch.bfloat16, *, groups: int = 32) -> Case:
+    fresh = cases.case(name, "HunyuanVideo VAE", shape, layout, dtype, groups=groups)
+
+    def make(device: torch.device, seed: int) -> tuple:
+        x, count, weight, bias, *rest = fresh.make(device, seed)
+        return x, count, weight, bias, behind_cache(x), *rest
+
+    return Case(fresh.name, fresh.source, dtype, make)
+
+
+CASES = [
+    case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4),
+    case("tiny", (2, 6, 2, 3, 5), FIRST, torch.float16, groups=3),
+    *(case("video", (1, 128, 20, 256, 256), layout) for layout in (LAST, FIRST)),
+]
+
+
+def eager(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any) -> Tensor:
+    """What diffusers does, then a copy behind the cache."""
+    return out.copy_(cases.eager(x, groups, weight, bias, *rest))
+
+
+PEERS = {"diffusers": eager}
+
+
+def copy(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any) -> Tensor:
+    """x into its place: two of the three passes this op needs."""
+    return out.copy_(x)
+
+
+BOUNDS = {"copy": copy}
+
+
+def random_call(draw: random.Random, device: torch.device) -> tuple:
+    """Any valid call, small, into a place with gaps or without."""
+    x, groups, weight, bias, *rest = cases.random_call(draw, device)
+    if x.dim() == 5 and draw.random() < 0.6:
+        out = behind_cache(x)
+    elif draw.random() < 0.5:
+        out = torch.empty_like(x)
+    else:
+        out = small_integers(draw, tuple(x.shape), x.dtype, device)
+        out = out.clone() if 0 in out.stride() else out
+    return x, groups, weight, bias, out, *rest

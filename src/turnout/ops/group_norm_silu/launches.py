@@ -1,0 +1,103 @@
+"""From tensors to the two launches of group_norm_silu. All but the addresses follows from sizes and strides, so it is worked out once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.group_norm_silu import positions
+from turnout.ops.launching import launch
+from turnout.ops.layouts import misaligned, side_by_side, widest_vector
+from turnout.routing.device import Device
+
+MOMENTS = 3  # numbers that a part leaves for each group
+
+
+class Plan(NamedTuple):
+    """Two kernels: how many programs, which numbers, which constants each has; and how many moments lie between them."""
+
+    partial: int
+    moments: tuple[Any, int, tuple[int, ...], dict[str, Any]]
+    apply: tuple[Any, int, tuple[int, ...], dict[str, Any]]
+
+
+def parts_of(work: int, programs: int) -> int:
+    """How many parts to make of so many pieces of work: a power of two, since every program of the second kernel reads them all."""
+    return 1 << (max(1, min(work, programs)).bit_length() - 1)
+
+
+def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
+    """Groups of one program that has about so many columns, columns of one group (a power of two), and how many such blocks there are."""
+    each = power_of_two(channels // groups)
+    together = max(1, min(power_of_two(groups), columns // each))
+    return together, each, ceil_div(groups, together)
+
+
+@functools.lru_cache(4096)
+def rows_plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
+    columns: int, rows: int, unroll: int, waves: int, walks: int,
+) -> Plan:  # fmt: skip
+    """Channels side by side: `waves` and `walks` programs for each multiprocessor take moments and apply them, `unroll` tiles of `rows`
+    rows and about `columns` channels at a time."""
+    from turnout.ops.group_norm_silu.kernels import row_apply, row_moments
+
+    where = positions(shape, strides, out_strides)
+    assert where is not None
+    (batch, channels), each = shape[:2], shape[1] // groups
+    together, wide, blocks = block_of(channels, groups, columns)
+    steps = ceil_div(where.size, rows * unroll)
+    parts = parts_of(steps, units * waves // (batch * blocks))
+    programs = min(steps, max(1, units * walks // (batch * blocks)))
+    far = (strides[0], where.x_step, out_strides[0], where.out_step)
+    vector = widest_vector(itemsize, off, channels if each == wide else each, *far)
+    tile = {"CG": each, "GB": together, "CB": wide, "BP": rows, "U": unroll, "V": vector}
+    return Plan(
+        batch * parts * MOMENTS * groups,
+        (row_moments, batch * parts * blocks, (where.size, groups, parts, blocks, *far[:2]), tile),
+        (row_apply, batch * programs * blocks, (where.size, groups, parts, blocks, programs, *far), {**tile, "PARTS": parts}),
+    )
+
+
+@functools.lru_cache(4096)
+def planes_plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
+    lanes: int, unroll: int, waves: int,
+) -> Plan:  # fmt: skip
+    """Positions side by side: `waves` programs for each multiprocessor take moments, `unroll` tiles of `lanes` positions at a time;
+    then every program applies them to as many of one channel."""
+    from turnout.ops.group_norm_silu.kernels import plane_apply, plane_moments
+
+    where = positions(shape, strides, out_strides)
+    assert where is not None
+    (batch, width), each, span = shape[:2], shape[1] // groups, lanes * unroll
+    one_line = strides[1] == where.size
+    steps = ceil_div(where.size * each, span) if one_line else each * ceil_div(where.size, span)
+    parts = parts_of(steps, units * waves // (batch * groups))
+    far = (*strides[:2], *out_strides[:2])
+    tile = {"BP": lanes, "U": unroll, "V": widest_vector(itemsize, off, where.size, *far), "DENSE": one_line}
+    programs = batch * width * ceil_div(where.size, span)
+    return Plan(
+        batch * groups * parts * MOMENTS,
+        (plane_moments, batch * groups * parts, (where.size, groups, each, parts, *far[:2]), tile),
+        (plane_apply, programs, (where.size, width, groups, each, parts, *far), {**tile, "PARTS": parts, "STAT_TILE": span}),
+    )
+
+
+def two_launches(
+    plan: Any, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
+    *tile: int, warps: int,
+) -> None:  # fmt: skip
+    """Launch what one of the plans says."""
+    units, off = Device.of(x.device).units, misaligned(x, out)
+    size, moments, apply = plan(x.shape, x.stride(), out.stride(), groups, x.element_size(), off, units, *tile)
+    partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    kernel, programs, numbers, constants = moments
+    launch(kernel, programs, (x, partial), numbers, constants, warps=warps)
+    kernel, programs, numbers, constants = apply
+    flags = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
+    launch(kernel, programs, (x, partial, *side_by_side(weight, bias), out), (eps, *numbers), {**constants, **flags}, warps=warps)

@@ -1,0 +1,116 @@
+"""The tracks of group_norm_silu and of its form that writes into a buffer: two launches a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, layout, work
+from turnout.ops.group_norm_silu.launches import block_of, planes_plan, rows_plan, two_launches
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+LARGE = 2**20  # elements from which on a second configuration is worth trying
+WIDEST_GROUP = 4096  # channels of a group, channels side by side
+
+
+def refuses_on_gpu(problem: GroupNormSilu, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    if problem.elements == 0:
+        yield "nothing to normalise, this route needs at least one element"
+    for name, dtype in (("x", problem.dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
+        if dtype is not None:
+            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
+        yield "an output whose elements share memory, this route needs one place for each"
+
+
+def refuses_layout(problem: GroupNormSilu, wanted: str) -> Iterator[str]:
+    if layout(problem) != wanted:
+        yield f"{layout(problem)} with strides {list(problem.strides)} into {list(problem.out_strides)}, this route needs {wanted}"
+
+
+def refuses_rows(problem: GroupNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from refuses_layout(problem, "rows")
+    each = problem.shape[1] // problem.groups
+    if each > WIDEST_GROUP:
+        yield f"{each} channels a group, this route needs at most {WIDEST_GROUP}"
+
+
+def refuses_planes(problem: GroupNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from refuses_layout(problem, "planes")
+
+
+def gpu_cost(problem: GroupNormSilu, device: Device) -> float | None:
+    """Where x fits the cache, its second reading is nearly free. Shares and time of the host: measured on an H200, see NOTES.md."""
+    size = problem.elements * problem.dtype.itemsize
+    moving = device.seconds(work(problem).bytes - (size if size < device.cache // 2 else 0))
+    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / 0.75)
+
+
+def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
+    """What to try: in a large problem also twice as many programs."""
+    return (first, 2 * first) if problem.elements >= LARGE else (first,)
+
+
+def rows_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
+    """About 64 channels and 8 elements for each of 256 threads, four such tiles in flight. More parts keep more of a card busy, but
+    every program that applies them reads them all."""
+    together, each, _ = block_of(problem.shape[1], problem.groups, 64)
+    rows = max(1, 2048 // (together * each))
+    return [
+        {"columns": together * each, "rows": rows, "unroll": 4, "waves": waves, "walks": 4, "warps": 8} for waves in waves_of(problem, 2)
+    ]
+
+
+def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
+    """8 elements for each thread, four tiles in flight where there are so many."""
+    size = torch.Size(problem.shape[2:]).numel()
+    lanes = min(1024, max(32, power_of_two(size)))
+    return [
+        {"lanes": lanes, "unroll": 4 if size > 2 * lanes else 1, "waves": waves, "warps": max(1, lanes // 256)}
+        for waves in waves_of(problem, 4)
+    ]
+
+
+@GROUP_NORM_SILU.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
+def rows(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
+    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
+) -> Tensor:  # fmt: skip
+    out = torch.empty_like(x)
+    two_launches(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+    return out
+
+
+@GROUP_NORM_SILU_INTO.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
+def rows_into(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
+    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
+) -> None:  # fmt: skip
+    two_launches(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+
+
+@GROUP_NORM_SILU.route("planes", refuses=refuses_planes, cost=gpu_cost, configs=planes_configs, numerics="close", version=1)
+def planes(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
+    *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    out = torch.empty_like(x)
+    two_launches(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps)
+    return out
+
+
+@GROUP_NORM_SILU_INTO.route("planes", refuses=refuses_planes, cost=gpu_cost, configs=planes_configs, numerics="close", version=1)
+def planes_into(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
+    *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
+) -> None:  # fmt: skip
+    two_launches(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps)

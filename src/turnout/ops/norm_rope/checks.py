@@ -1,0 +1,103 @@
+"""What a call of norm_rope needs, said before any launch. Looks at shapes and types, never at values."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+
+def table_kind(cos: Tensor | None, rotary: int) -> Literal["none", "pair", "element", "complex"]:
+    """How a table of cosines is to be read: a value for each pair, for each element, or complex numbers for each pair."""
+    if cos is None:
+        return "none"
+    if cos.is_complex():
+        return "complex"
+    return "element" if cos.shape[-1] == rotary else "pair"
+
+
+def check(
+    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, weights: tuple[Tensor | None, ...], cos: Tensor | None,
+    sin: Tensor | None, norm: str, rotary: int, pairing: str, out_layout: str,
+) -> None:  # fmt: skip
+    for name, value, allowed in (
+        ("norm", norm, ("none", "head", "all")),
+        ("pairing", pairing, ("interleaved", "half")),
+        ("out_layout", out_layout, ("bhsd", "bshd")),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r}, it needs to be one of {', '.join(allowed)}")
+    check_streams(q, q2, k, k2)
+    check_weights(q, q2, k, weights, norm)
+    if cos is not None:
+        check_tables(q, q2, k, cos, sin, rotary)
+    elif sin is not None or rotary:
+        raise ValueError("sin or rotary_dim without cos, a rotation needs both tables or a complex one")
+
+
+def check_streams(q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None) -> None:
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ValueError(f"x is {q.dtype} {list(q.shape)}, it needs to be floating-point [batch, tokens, heads, dim]")
+    if (k2 is None) != (k is None or q2 is None):
+        raise ValueError("q and k need the same number of streams")
+    batch, tokens, heads, dim = q.shape
+    check_shape("the second stream", q2, q, (batch, None, heads, dim))
+    check_shape("k", k, q, (batch, tokens, None, dim))
+    if k is not None and q2 is not None:
+        check_shape("the second stream of k", k2, q, (batch, q2.shape[1], k.shape[2], dim))
+
+
+def check_shape(name: str, x: Tensor | None, q: Tensor, wanted: tuple[int | None, ...]) -> None:
+    if x is None:
+        return
+    if x.dim() != 4 or any(size is not None and size != n for size, n in zip(wanted, x.shape, strict=True)):
+        needed = ", ".join("any" if size is None else str(size) for size in wanted)
+        raise ValueError(f"{name} is {list(x.shape)}, it needs to be [{needed}] to go with {list(q.shape)}")
+    if x.dtype != q.dtype or x.device != q.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, it needs {q.dtype} on {q.device}")
+
+
+def check_weights(q: Tensor, q2: Tensor | None, k: Tensor | None, weights: tuple[Tensor | None, ...], norm: str) -> None:
+    given = [w is not None for w in weights]
+    if norm == "none" and any(given):
+        raise ValueError("a weight without a norm, leave one of them out")
+    wanted = [True, q2 is not None, k is not None, q2 is not None and k is not None]
+    if any(given) and given != wanted:
+        raise ValueError(f"weights are given for {sum(given)} of {sum(wanted)} tensors, each stream of q and k needs its own")
+    if len({w.dtype for w in weights if w is not None}) > 1:
+        raise ValueError(f"weights are {', '.join(str(w.dtype) for w in weights if w is not None)}, they need one dtype")
+    for i, weight in enumerate(weights):
+        x = k if i >= 2 and k is not None else q
+        size = x.shape[2] * x.shape[3] if norm == "all" else x.shape[3]
+        if weight is None:
+            continue
+        if tuple(weight.shape) != (size,) or not weight.is_floating_point() or weight.device != q.device:
+            raise ValueError(f"a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, it needs to be [{size}] on {q.device}")
+
+
+def check_tables(q: Tensor, q2: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor | None, rotary: int) -> None:
+    batch, tokens, heads, dim = q.shape
+    tokens += 0 if q2 is None else q2.shape[1]
+    if cos.is_complex() != (sin is None):
+        raise ValueError("cos is complex and sin is None, or both are real: one of the two")
+    if sin is not None and (sin.shape != cos.shape or sin.dtype != cos.dtype):
+        raise ValueError(f"sin is {sin.dtype} {list(sin.shape)}, it needs to be like cos: {cos.dtype} {list(cos.shape)}")
+    if not (cos.is_floating_point() or cos.is_complex()):
+        raise ValueError(f"cos is {cos.dtype}, it needs a floating-point or a complex dtype")
+    widths = (rotary // 2,) if cos.is_complex() else (rotary, rotary // 2)
+    if rotary % 2 or not 0 < rotary <= dim or cos.shape[-1] not in widths:
+        raise ValueError(f"a table {cos.shape[-1]} wide and {rotary} rotating columns of {dim}, it needs an even number and that or half")
+    fits = {
+        2: lambda: cos.shape[0] == tokens,
+        3: lambda: cos.shape[0] in (1, batch) and cos.shape[1] == tokens,
+        4: lambda: cos.shape[0] in (1, batch) and cos.shape[1] == tokens
+        and (cos.shape[2] == 1 or all(cos.shape[2] == x.shape[2] for x in (q, k) if x is not None)),
+    }  # fmt: skip
+    if cos.dim() not in fits or not fits[cos.dim()]():
+        raise ValueError(
+            f"cos is {list(cos.shape)}, it needs to be [tokens, width], [batch, tokens, width] or [batch, tokens, heads, width] "
+            f"for {tokens} tokens, a batch of {batch} and {heads} heads"
+        )
+    for table in (cos, sin):
+        if table is not None and table.device != q.device:
+            raise ValueError(f"a table is on {table.device}, it needs x's device {q.device}")

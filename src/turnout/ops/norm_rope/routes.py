@@ -1,0 +1,155 @@
+"""The tracks of norm_rope: one launch on a GPU, one pass on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.layouts import flat
+from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
+from turnout.ops.norm_rope.checks import table_kind
+from turnout.ops.norm_rope.launches import one_launch, out_steps, table_steps
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST = 512  # columns of one head
+WIDEST_ON_CPU = 1024  # as wide as the buffer of cpu_kernels
+LARGE = 2**20  # elements from which on a second configuration is worth trying
+MOST_ACROSS = 16384  # columns of all heads, which a program keeps in registers to normalise across them
+
+
+def refuses_anywhere(problem: NormRope) -> Iterator[str]:
+    if problem.elements == 0:
+        yield "nothing to do, this route needs at least one element"
+    yield from needs.needs_dtype(problem.dtype, *HALF_AND_SINGLE)
+    if problem.weight_dtype is not None:
+        yield from (f"weight of {reason}" for reason in needs.needs_dtype(problem.weight_dtype, *HALF_AND_SINGLE))
+    if problem.table_dtype is not None:
+        yield from (f"table of {reason}" for reason in needs.needs_dtype(problem.table_dtype, *HALF_AND_SINGLE, torch.complex64))
+    for what, strides in (("x", [s[-1] for s in problem.strides]), ("the table", [s[-1] for s in problem.table_strides])):
+        if any(stride != 1 for stride in strides):
+            yield f"columns of {what} {max(strides)} apart, this route needs them side by side"
+    if len(set(problem.table_strides)) > 1:
+        yield "cos and sin of different strides, this route needs the same"
+
+
+def refuses_on_gpu(problem: NormRope, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    yield from refuses_anywhere(problem)
+    if problem.dim > WIDEST:
+        yield f"{problem.dim} columns a head, this route needs at most {WIDEST}"
+    if problem.norm == "all" and max(problem.heads) * power_of_two(problem.dim) > MOST_ACROSS:
+        yield f"{max(problem.heads)} heads of {problem.dim} columns normalised together, this route needs at most {MOST_ACROSS}"
+
+
+def refuses_exact(problem: NormRope, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    if problem.norm != "none":
+        yield "a norm, whose sum has an order of its own, this route needs none"
+    if problem.table == "complex":
+        yield "a complex table, whose product PyTorch may fuse, this route needs cos and sin"
+
+
+def gpu_cost(problem: NormRope, device: Device) -> float | None:
+    """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
+    moving = device.seconds(work(problem).bytes)
+    return None if moving is None or device.type != "cuda" else max(45e-6, 4e-6 + moving / 0.76)
+
+
+def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
+    """Tiles of 1024 elements, 8 for each of 128 threads: several tokens of one head, and as many heads one after the other as divide
+    evenly and leave enough programs for the card. Across heads: all heads of one or a few tokens."""
+    parts = (problem.rotary // 2 if problem.pairing == "half" else problem.rotary, problem.dim - problem.rotary)
+    width = power_of_two(max(2, *parts))
+    tries = 2 if problem.elements >= LARGE else 1
+    found: list[Config]
+    if problem.norm == "all":
+        most = max(problem.heads)
+        even = most & -most  # the largest power of two that divides them
+        most_at_once = min(8, even if even >= 4 else power_of_two(most))
+        shapes = dict.fromkeys((most_at_once, min(4, most_at_once)))
+        found = [{"tokens": max(1, 1024 // (n * width)), "heads": n, "chunks": ceil_div(most, n), "warps": 4} for n in shapes]
+        return found[:tries]
+    tokens = max(1, 1024 // width)
+    tiles = problem.batch * sum(ceil_div(length, tokens) for length in problem.lengths)
+    whole = [n for n in range(1, 9) if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units] or [1]
+    found = [{"tokens": tokens, "heads": 1, "chunks": n, "warps": 4} for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))]
+    return found[:tries]
+
+
+@NORM_ROPE.route("rotate", refuses=refuses_exact, cost=gpu_cost, configs=one_pass_configs, numerics="exact", version=1)
+@NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_pass_configs, numerics="close", version=1)
+def one_pass(
+    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
+    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
+    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
+    *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return one_launch(
+        (q, q2, k, k2), (q_weight, q2_weight, k_weight, k2_weight), cos, sin, eps, norm, rotary, pairing, out_layout,
+        round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps,
+    )  # fmt: skip
+
+
+# On a CPU
+
+
+def refuses_on_cpu(problem: NormRope, device: Device) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    yield from refuses_anywhere(problem)
+    if problem.dim > WIDEST_ON_CPU:
+        yield f"{problem.dim} columns a head, this route needs at most {WIDEST_ON_CPU}"
+    if problem.norm == "none" and problem.table == "none":
+        yield "nothing to compute, this route needs a norm or a rotation: PyTorch permutes as fast"
+
+
+def cpu_cost(problem: NormRope, device: Device) -> float | None:
+    """Measured on two cores, see NOTES.md."""
+    if device.type != "cpu":
+        return None
+    each = 0.8e-9 + (1e-9 if len(problem.table_shape) == 4 and problem.table_shape[2] > 1 else 0)
+    return 70e-6 * len(problem.strides) + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
+
+
+@NORM_ROPE.route("cpu-rows", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1)
+def cpu_rows(
+    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
+    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
+    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    import numpy as np
+
+    from turnout.ops.norm_rope.cpu_kernels import norm_rope as kernel
+    from turnout.ops.threads import split
+
+    kind = {"none": 0, "pair": 1, "element": 2, "complex": 3}[table_kind(cos, rotary)]
+    if kind == 3 and cos is not None:
+        cos = torch.view_as_real(cos).flatten(-2)
+    cos, sin = (None if t is None else t.float() for t in (cos, sin))
+    table_sizes, table_strides = ((), ()) if cos is None else (cos.shape, cos.stride())
+    nothing = np.empty(0, np.float32)
+    tables = (nothing if cos is None else flat(cos), nothing if sin is None else flat(sin), *table_steps(table_sizes, table_strides))
+    total = q.shape[1] + (0 if q2 is None else q2.shape[1])
+    outs = []
+    for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
+        if x is None:
+            outs.append(q.new_empty(0))
+            continue
+        shape, y_steps = out_steps(x.shape, total, out_layout)
+        y = torch.empty(shape, dtype=x.dtype)
+        outs.append(y)
+        for part, scale, before in ((x, weight, 0), (x2, weight2, x.shape[1])):
+            if part is None or not part.numel():
+                continue
+            w = nothing if scale is None else scale.detach().float().contiguous().numpy()
+            batch, tokens, heads, dim = part.shape
+            given = (flat(part), *part.stride()[:3], tokens, before, heads, dim, w, np.float32(eps), {"none": 0, "head": 1, "all": 2}[norm])
+            turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)
+            split(functools.partial(kernel, *given, *turning), batch * tokens)
+    return outs[0], outs[1]

@@ -1,0 +1,208 @@
+"""The tracks of rms_norm_silu and of its form that writes into a buffer: one kernel a layout."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.layouts import VECTOR_BYTES, flat
+from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
+from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+MOST_CHANNELS = 8192  # a program keeps all channels of its positions in registers
+MOST_CPU_CHANNELS = 4096  # as wide as the buffer of cpu_kernels
+THREADS = 128
+LARGE = 2**20  # elements from which on a second configuration is worth trying
+
+
+def refuses_anywhere(problem: RmsNormSilu) -> Iterator[str]:
+    if problem.elements == 0:
+        yield "nothing to normalise, this route needs at least one element"
+    for name, dtype in (("x", problem.dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
+        if dtype is not None:
+            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
+        yield "an output whose elements share memory, this route needs one place for each"
+
+
+def refuses_layout(problem: RmsNormSilu, wanted: str) -> Iterator[str]:
+    if layout(problem) != wanted:
+        yield f"{layout(problem)} with strides {list(problem.strides)} into {list(problem.out_strides)}, this route needs {wanted}"
+    sizes = Positions.of(problem.shape, problem.dim, problem.strides, problem.out_strides).sizes
+    if len(sizes) > 3:
+        yield f"positions in {len(sizes)} dimensions that do not fold, this route needs at most 3"
+
+
+def refuses_on_gpu(problem: RmsNormSilu, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    yield from refuses_anywhere(problem)
+    if problem.channels > MOST_CHANNELS:
+        yield f"{problem.channels} channels, this route needs at most {MOST_CHANNELS}"
+
+
+def refuses_rows(problem: RmsNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from refuses_layout(problem, "rows")
+
+
+def refuses_planes(problem: RmsNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from refuses_layout(problem, "planes")
+
+
+def gpu_cost(share: float) -> Callable[[RmsNormSilu, Device], float | None]:
+    """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
+
+    def seconds(problem: RmsNormSilu, device: Device) -> float | None:
+        moving = device.seconds(work(problem).bytes)
+        return None if moving is None or device.type != "cuda" else max(26e-6, 4e-6 + moving / share)
+
+    return seconds
+
+
+def tile_channels(problem: RmsNormSilu) -> int:
+    """Channels of one tile: a power of two that divides them into eight tiles at most, and leaves a row of a tile to one warp or at least
+    to four; else one that holds them all."""
+    size, vector = problem.channels, VECTOR_BYTES // problem.dtype.itemsize
+    for lanes in (32, THREADS):
+        divisor = min(size & -size, lanes * vector)
+        if divisor >= vector and 8 * divisor >= size:
+            return divisor
+    return power_of_two(max(size, 2))
+
+
+def tries(problem: RmsNormSilu) -> int:
+    """How many configurations are worth trying."""
+    return 2 if problem.elements >= LARGE else 1
+
+
+def rows_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
+    """Three or six vectors for each thread."""
+    channels, vector = tile_channels(problem), VECTOR_BYTES // problem.dtype.itemsize
+    least = max(1, THREADS * vector // channels)
+    return [{"rows": rows, "channels": channels, "warps": 4} for rows in (least, 2 * least)[: tries(problem)]]
+
+
+def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
+    """As many positions as fit with all their channels, at most 128: a program reads so many side by side from each channel."""
+    most = 1 << (max(8, min(128, 49152 // problem.channels)).bit_length() - 1)
+    warps = 8 if problem.channels * most <= 16384 else 16
+    return [{"positions": n, "channels": max(1, 512 * warps // n), "warps": warps} for n in (most, max(8, most // 2))[: tries(problem)]]
+
+
+@RMS_NORM_SILU.route("rows", refuses=refuses_rows, cost=gpu_cost(0.85), configs=rows_configs, numerics="close", version=1)
+def rows(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
+    *, rows: int = 32, channels: int = 64, warps: int = 4,
+) -> Tensor:  # fmt: skip
+    out = torch.empty_like(x)
+    along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps)
+    return out
+
+
+@RMS_NORM_SILU_INTO.route("rows", refuses=refuses_rows, cost=gpu_cost(0.85), configs=rows_configs, numerics="close", version=1)
+def rows_into(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
+    *, rows: int = 32, channels: int = 64, warps: int = 4,
+) -> None:  # fmt: skip
+    along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps)
+
+
+@RMS_NORM_SILU.route("planes", refuses=refuses_planes, cost=gpu_cost(0.52), configs=planes_configs, numerics="close", version=1)
+def planes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
+    *, positions: int = 64, channels: int = 64, warps: int = 8,
+) -> Tensor:  # fmt: skip
+    out = torch.empty_like(x)
+    along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps)
+    return out
+
+
+@RMS_NORM_SILU_INTO.route("planes", refuses=refuses_planes, cost=gpu_cost(0.52), configs=planes_configs, numerics="close", version=1)
+def planes_into(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
+    *, positions: int = 64, channels: int = 64, warps: int = 8,
+) -> None:  # fmt: skip
+    along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps)
+
+
+# Routes on a CPU
+
+
+def refuses_on_cpu(problem: RmsNormSilu, device: Device, wanted: str) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    yield from refuses_anywhere(problem)
+    yield from refuses_layout(problem, wanted)
+    if problem.channels > MOST_CPU_CHANNELS:
+        yield f"{problem.channels} channels, this route needs at most {MOST_CPU_CHANNELS}"
+
+
+def refuses_cpu_rows(problem: RmsNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_cpu(problem, device, "rows")
+
+
+def refuses_cpu_planes(problem: RmsNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_cpu(problem, device, "planes")
+
+
+def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
+    """Measured on two cores, see NOTES.md."""
+    if device.type != "cpu":
+        return None
+    return 70e-6 + problem.elements * 0.7e-9 * 2 / min(device.units, torch.get_num_threads())
+
+
+def on_cpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool, by_rows: bool
+) -> None:
+    import numpy as np
+
+    from turnout.ops.rms_norm_silu import cpu_kernels
+    from turnout.ops.threads import split
+
+    channels, where = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
+    sizes, x_steps, y_steps = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
+    scale = np.ones(channels, np.float32) if weight is None else weight.detach().float().contiguous().numpy()
+    shift = np.zeros(channels, np.float32) if bias is None else bias.detach().float().contiguous().numpy()
+    rest = (np.float32(eps), style == "normalize", silu)
+    if by_rows:
+        given = (flat(x), x_steps, scale, shift, flat(out), y_steps, sizes, *rest)
+        split(functools.partial(cpu_kernels.rows, *given), sizes[0] * sizes[1] * sizes[2])
+    else:
+        tile, tiles = cpu_kernels.tiles_of(sizes[0] * sizes[1], sizes[2], channels)
+        given = (flat(x), x_steps, x.stride(dim), scale, shift, flat(out), y_steps, out.stride(dim), sizes, tile, *rest)
+        split(functools.partial(cpu_kernels.planes, *given), tiles)
+
+
+@RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_cost, numerics="close", version=1)
+def cpu_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+    out = torch.empty_like(x)
+    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
+    return out
+
+
+@RMS_NORM_SILU.route("cpu-planes", refuses=refuses_cpu_planes, cost=cpu_cost, numerics="close", version=1)
+def cpu_planes(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+    out = torch.empty_like(x)
+    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)
+    return out
+
+
+@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_cost, numerics="close", version=1)
+def cpu_rows_into(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool) -> None:
+    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
+
+
+@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, cost=cpu_cost, numerics="close", version=1)
+def cpu_planes_into(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
+) -> None:
+    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)

@@ -1,0 +1,82 @@
+"""norm_rope on a GPU: what the interpreter cannot show. Every route x every case is walked elsewhere."""
+
+import pytest
+import torch
+
+import turnout
+from turnout.ops.norm_rope import NORM_ROPE, arguments
+from turnout.routing.verify import Trial
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def tables(tokens, width):
+    turns = 50 * torch.rand(tokens, width, device=CUDA)
+    return turns.cos(), turns.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [32, 64, 72, 96, 128, 160, 256])
+@pytest.mark.parametrize("pairing", ["interleaved", "half"])
+def test_head_sizes(dtype, dim, pairing):
+    q, k = (torch.randn(2, 37, 3 * 6, dim, device=CUDA, dtype=dtype)[:, :, 6:12] for _ in range(2))
+    for across in (False, True):
+        weights = [torch.randn(6 * dim if across else dim, device=CUDA, dtype=dtype) for _ in range(2)]
+        args = arguments(q, k, *tables(37, dim // 2), q_weight=weights[0], k_weight=weights[1], across_heads=across, pairing=pairing)
+        trial = Trial(NORM_ROPE, args)
+        assert trial.complaint("close", NORM_ROPE.routes["one-pass"].run) is None
+
+
+def test_half_types_are_the_reference_bit_for_bit_nearly_always():
+    """The kernel rounds where eager PyTorch does; only the order of a norm's sum differs, and that is seen one time in ten thousand."""
+    q = torch.randn(1, 1024, 24, 128, device=CUDA, dtype=torch.bfloat16)
+    args = arguments(q, None, *tables(1024, 128), q_weight=torch.randn(128, device=CUDA, dtype=torch.bfloat16))
+    found, expected = NORM_ROPE.routes["one-pass"].run(*args)[0], NORM_ROPE.reference(*args)[0]
+    assert (found != expected).float().mean() < 1e-4
+
+
+def test_unaligned_and_odd_strides():
+    """Rows that start at an odd element cannot be read in vectors; kernels kept for other alignments must not be taken."""
+    for shift in (0, 1, 2, 4, 8):
+        q = torch.randn(8 + 5 * 4 * 64, device=CUDA, dtype=torch.bfloat16)[shift : shift + 5 * 4 * 64].view(1, 5, 4, 64)
+        args = arguments(q, None, *tables(5, 32), q_weight=torch.randn(64, device=CUDA, dtype=torch.bfloat16))
+        assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["one-pass"].run) is None
+
+
+def test_more_than_2_31_elements():
+    tokens = 2**31 // (8 * 128) + 3
+    q = torch.randn(1, tokens, 8, 128, device=CUDA, dtype=torch.bfloat16)
+    with turnout.pin(norm_rope="rotate"):
+        found = turnout.norm_rope(q)
+    for head in (0, 7):
+        assert torch.equal(found[0, head, -5:], q[0, -5:, head])
+    weight = torch.ones(128, device=CUDA, dtype=torch.bfloat16)
+    with turnout.pin(norm_rope="one-pass"):
+        found = turnout.norm_rope(q, weight=weight)
+    torch.testing.assert_close(found[0, :, -5:], turnout.norm_rope(q[:, -5:].cpu(), weight=weight.cpu())[0].to(CUDA))
+
+
+def test_memory_is_the_output():
+    from turnout.routing.tune import peak_mib
+
+    q = torch.randn(1, 4608, 24, 128, device=CUDA, dtype=torch.bfloat16)
+    args = arguments(q, None, *tables(4608, 64), q_weight=torch.ones(128, device=CUDA, dtype=torch.bfloat16))
+    NORM_ROPE.routes["one-pass"].run(*args)
+    assert peak_mib(NORM_ROPE.routes["one-pass"].run, args) < q.numel() * 2 / 2**20 + 0.1
+
+
+def test_under_torch_compile_the_op_stays_and_is_right():
+    q, k = (torch.randn(1, 512, 24, 128, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    weight, (cos, sin) = torch.ones(128, device=CUDA, dtype=torch.bfloat16), tables(512, 128)
+
+    def chain(q, k):
+        return turnout.norm_rope_qk(q * 2, k, cos, sin, q_weight=weight, k_weight=weight)
+
+    for found, expected in zip(torch.compile(chain, fullgraph=True)(q, k), chain(q, k), strict=True):
+        assert torch.equal(found, expected)
