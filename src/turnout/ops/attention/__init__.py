@@ -1,0 +1,230 @@
+"""attention: softmax(q k^T * scale) v, as scaled_dot_product_attention has it, with padded keys that cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops.attention import costs, padding
+from turnout.routing.op import Op, Work
+
+
+class Attention(NamedTuple):
+    """Everything that may change the answer or the speed of one attention."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    keys: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    strides: tuple[tuple[int, ...], ...]  # of q, k and v
+    causal: bool
+    mask: Literal["keys", "bool", "float"] | None  # "keys": the same for all heads and queries
+    padding: Literal["host", "device"] | None  # who knows the lengths of the keys
+    share: int  # of the keys that count, in percent, where the host knows it
+    common: int  # of the keys that count for every batch element in one run, in percent likewise
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: Sequence[int]
+    ) -> Attention:
+        check(q, k, v, mask)
+        kind = None
+        if mask is not None:
+            over_keys = padding.key_mask(mask, q.shape[0], k.shape[2]) is not None
+            kind = "keys" if over_keys else "bool" if mask.dtype is torch.bool else "float"
+        known = "host" if lengths else None if kv_lengths is None else "device"
+        keys = max(1, k.shape[2])
+        share = 100 * sum(lengths) // (q.shape[0] * keys) if lengths else 100
+        common = 100 * padding.Common.of(lengths, k.shape[2]).size // keys if lengths else 100
+        strides = (q.stride(), k.stride(), v.stride())
+        (batch, heads, rows, dim), kv_heads, dim_v = q.shape, k.shape[1], v.shape[3]
+        return Attention(
+            batch, heads, kv_heads, rows, k.shape[2], dim, dim_v, q.dtype, strides, causal, kind, known, share, common,
+        )  # fmt: skip
+
+    @property
+    def heads_inside(self) -> bool:
+        return heads_inside((self.batch, self.heads, self.rows, self.dim), self.strides[0])
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Raise where shapes or dtypes do not fit together. Looks at no values."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"{name} is {list(x.shape)}, it needs to be [batch, heads, length, dim]")
+        if not x.is_floating_point() or x.dtype != q.dtype:
+            raise ValueError(f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, both need the same floating-point dtype")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: batch, head dim and number of keys need to agree")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} heads and k has {k.shape[1]}, q's need to be a multiple of k's")
+    if mask is not None:
+        scores = (*q.shape[:3], k.shape[2])
+        if mask.dim() > 4 or any(n not in (1, size) for n, size in zip(mask.shape[::-1], scores[::-1], strict=False)):
+            raise ValueError(f"mask is {list(mask.shape)}, it needs to broadcast to {list(scores)}")
+        if mask.dtype not in (torch.bool, q.dtype):
+            raise ValueError(f"mask is {plain(mask.dtype)}, it needs to be bool or q's dtype {plain(q.dtype)}")
+
+
+def plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether q [B, H, S, D] is [B, S, H, D] in memory: the heads of one position side by side."""
+    return shape[1] > 1 and shape[2] > 1 and strides[1] < strides[2]
+
+
+def like_queries(out: Tensor, q: Tensor) -> Tensor:
+    """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D]. No copy where it is so already."""
+    if heads_inside(q.shape, q.stride()):
+        return _dense(out.transpose(1, 2)).transpose(1, 2)
+    return _dense(out)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Contiguous, with exactly the strides of a fresh tensor: torch calls any stride of a dimension of size 1 contiguous."""
+    _, b, c, d = x.shape
+    strides = (max(b, 1) * max(c, 1) * max(d, 1), max(c, 1) * max(d, 1), max(d, 1), 1)
+    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
+
+
+# With fewer keys than a vector has elements torch's kernel for CPUs loses NaN (torch 2.13, AVX-512): more keys, which do not count, help.
+_VECTOR = 16
+
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes them all down
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    """torch's own attention, with a mask for what does not count. Queries that see no key give zero."""
+    short = q.is_cpu and 0 < k.shape[2] < _VECTOR
+    if mask is None and kv_lengths is None and not lengths and not short and not _written_down(q, k, v, mask):
+        grouped = bool(q.shape[1] != k.shape[1])
+        return like_queries(F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped), q)
+    check(q, k, v, mask)
+    counts = padding.counted(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
+    if short:
+        k, v, mask, counts = padding.lengthened(k, v, mask, counts, _VECTOR)
+    if counts is not None:
+        k, v = padding.blanked(k, v, counts)
+        allowed = counts[:, None, None]
+        mask = allowed if mask is None else mask & allowed if mask.dtype is torch.bool else mask.masked_fill(~allowed, float("-inf"))
+    if mask is not None and mask.dim() < 2:
+        mask = mask.expand(1, k.shape[2])
+    rows = _rows_at_once(q, k, v, mask)
+    parts = []
+    for first in range(0, q.shape[2], rows) if rows < q.shape[2] else (0,):
+        some = mask if mask is None or mask.shape[-2] == 1 else mask[..., first : first + rows, :]
+        parts.append(_attend(q[:, :, first : first + rows], k, v, some, causal, scale, first))
+    return like_queries(parts[0] if len(parts) == 1 else torch.cat(parts, 2), q)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int) -> Tensor:
+    """Queries from `first` on against all keys."""
+    if causal and (mask is not None or first):
+        seen = torch.arange(k.shape[2], device=q.device) <= torch.arange(first, first + q.shape[2], device=q.device)[:, None]
+        mask = seen if mask is None else mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
+    grouped = bool(q.shape[1] != k.shape[1])
+    alone = causal and mask is None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=alone, scale=scale, enable_gqa=grouped)
+    if mask is None:
+        return out
+    sees = mask if mask.dtype is torch.bool else mask != float("-inf")
+    return torch.where(sees.any(-1, keepdim=True), out, 0.0)
+
+
+def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch has no fused kernel for this call and would write down all scores."""
+    if q.is_cuda:
+        grouped = q.shape[1] != k.shape[1] and (mask is not None or q.shape[3] > 256)
+        return q.dtype is torch.float64 or grouped
+    return q.shape[3] != v.shape[3]
+
+
+def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
+    """All queries, unless their scores would be written down: then as many as keep the memory for that bounded."""
+    batch, heads, rows, _ = q.shape
+    if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
+        return rows
+    each = batch * heads * k.shape[2] * q.element_size()
+    return max(1, min(rows, _CHUNK_BYTES[q.device.type] // max(1, each)))
+
+
+def work(problem: Attention) -> Work:
+    """q, k, v read once, the output written once, two products a score; of keys that the host knows not to count nothing."""
+    queries = problem.batch * problem.heads * problem.rows
+    keys = problem.batch * problem.kv_heads * problem.keys * problem.share // 100
+    size = problem.dtype.itemsize
+    read, written = queries * problem.dim + keys * (problem.dim + problem.dim_v), queries * problem.dim_v
+    return Work((read + written) * size, costs.flops(problem), written * size)
+
+
+def family(problem: Attention) -> tuple[tuple, int]:
+    """Problems that differ in their length only, and a little in how much of it counts; and that length."""
+    square = problem.rows == problem.keys
+    packed = all(strides[3] == 1 for strides in problem.strides)
+    same = problem._replace(rows=0, keys=0 if square else problem.keys, strides=(), share=0, common=0)
+    uneven = (problem.share - problem.common) // 20
+    return (square, packed, problem.heads_inside, uneven, *same), problem.rows
+
+
+def arguments(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> tuple:  # fmt: skip
+    """The reference's arguments of a public call: lengths as the host knows them, where it can."""
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+    ends: Tensor | None = None
+    known: list[int] = []
+    if kv_lengths is not None:
+        ends, known = padding.pairs(kv_lengths, q.shape[0], k.shape[2])
+    elif mask is not None and not mask.requires_grad:
+        found = padding.of_mask(mask, q.shape[0], k.shape[2])
+        if found is not None:
+            mask, known = None, found
+    return q, k, v, mask, causal, scale, ends, known
+
+
+ATTENTION = Op(
+    "attention", reference, problem_type=Attention, cost=costs.reference, work=work, cases="turnout.ops.attention.cases",
+    arguments=arguments, family=family, autocast="cast",
+)  # fmt: skip
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention: `softmax(q k^T * scale) v`, as `torch.nn.functional.scaled_dot_product_attention` has it.
+
+    q: `[B, H, S, D]`, k: `[B, G, N, D]`, v: `[B, G, N, E]`, any strides, H a multiple of G (grouped heads are not repeated). Returns
+    `[B, H, S, E]` without gaps, in memory `[B, S, H, E]` where q is a transposed `[B, S, H, D]`, else `[B, H, S, E]`.
+    `mask`: True where a key counts, or numbers to add to the scores; broadcasts to `[B, H, S, N]`. `causal`: query i sees keys 0 to i.
+    `scale`: D ** -0.5 if not given. A query that sees no key gives zero.
+
+    `kv_lengths` says how many keys of each batch element count, without a mask: `[B]` the first ones; `[B, 2]` the first and the last
+    ones, as for text padded to a fixed length with an image behind it: `(text length, image length)`. What stands in other keys does not
+    matter, not even NaN. A list, or a tensor; a tensor on a GPU is read back once, its values then belong to it. A boolean mask over keys,
+    `[B, 1, 1, N]`, that says the same is taken the same way.
+
+    >>> import torch, turnout
+    >>> q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)
+    >>> turnout.attention(q, k, v, kv_lengths=[7, 3]).shape
+    torch.Size([2, 4, 5, 8])
+    >>> mask = torch.arange(7) < torch.tensor([7, 3])[:, None, None, None]
+    >>> padded = turnout.attention(q, k, v, kv_lengths=[7, 3])
+    >>> torch.allclose(padded, turnout.attention(q, k, v, mask=mask), atol=1e-6)
+    True
+    """
+    return ATTENTION(*arguments(q, k, v, mask, causal, scale, kv_lengths))

@@ -1,0 +1,154 @@
+"""What attention costs, in seconds: its arithmetic at the share of the card's peak that a kernel reaches, and the host's time a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from turnout.routing.device import Device
+
+if TYPE_CHECKING:
+    from turnout.ops.attention import Attention
+
+HALF = (torch.float16, torch.bfloat16)
+LAUNCH = 12e-6
+
+# Shares of the peak at a head dim of 128 and of 64, measured on an H200 in bfloat16 (NOTES.md).
+SHARES = {
+    "cudnn": (0.63, 0.41),
+    "flash": (0.33, 0.27),
+    "efficient": (0.165, 0.165),
+    "triton": (0.385, 0.27),
+    "cudnn, mask over keys": (0.36, 0.25),
+    "triton, mask over keys": (0.275, 0.2),
+    "any mask": (0.123, 0.123),
+}
+EFFICIENT_WIDE, WIDE, WIDE_HOPPER = 0.15, 0.2, 0.55  # head dims from 257 on, with all of the card at work
+
+
+def flops(problem: Attention) -> int:
+    """Two products a score, of those that count."""
+    scores = problem.batch * problem.heads * problem.rows * problem.keys * problem.share // 100
+    if problem.causal:  # a triangle, and what is below it
+        side = min(problem.rows, problem.keys)
+        seen = side * (side + 1) // 2 + max(0, problem.rows - problem.keys) * problem.keys
+        scores = scores * seen // max(1, problem.rows * problem.keys)
+    return 2 * scores * (problem.dim + problem.dim_v)
+
+
+def at_share(share: float, problem: Attention, device: Device) -> float | None:
+    """The time of the arithmetic at a share of the card's peak, and never less than a launch."""
+    peak = device.flops.get(str(problem.dtype).removeprefix("torch."))
+    if peak is None or device.type != "cuda":
+        return None
+    return max(LAUNCH, 4e-6 + flops(problem) / (share * peak.value))
+
+
+def was_measured(device: Device) -> bool:
+    """The shares are those of a Hopper card. Elsewhere the kernels rank differently, and only `tune` can say how."""
+    return device.capability is not None and device.capability[0] == 9
+
+
+def share_of(kernel: str, problem: Attention) -> float:
+    return SHARES[kernel][max(problem.dim, problem.dim_v) <= 64]
+
+
+def filled(problem: Attention, device: Device, rows: int) -> float:
+    """The share of the multiprocessors that have work in the waves it takes, at `rows` queries a program, one program each."""
+    programs = problem.batch * problem.heads * -(-problem.rows // rows)
+    waves = -(-programs // device.units)
+    return programs / (waves * device.units) if programs else 1.0
+
+
+def prefers_cudnn(device: Device) -> bool:
+    """torch asks cuDNN first on Hopper and data-centre Blackwell, from cuDNN 9.15 on; a build without cuDNN explains another machine."""
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return device.capability is not None and device.capability[0] in (9, 10) and (version is None or version > 91500)
+
+
+def torch_share(problem: Attention, device: Device) -> float:
+    """The share of the peak that the kernel torch would pick reaches."""
+    dim = max(problem.dim, problem.dim_v)
+    by_cudnn = problem.dtype in HALF and prefers_cudnn(device) and dim <= 128 and dim % 8 == 0
+    if problem.mask in ("bool", "float"):
+        return share_of("any mask", problem)
+    if problem.mask == "keys" or problem.padding is not None:
+        return share_of("cudnn, mask over keys" if by_cudnn else "any mask", problem)
+    if by_cudnn:
+        return share_of("cudnn", problem)
+    if problem.dtype in HALF and dim <= 256 and problem.dim == problem.dim_v:
+        return share_of("flash", problem)
+    return share_of("efficient", problem) if dim <= 256 else EFFICIENT_WIDE * filled(problem, device, 64)
+
+
+def reference(problem: Attention, device: Device) -> float | None:
+    """torch's attention; of padded keys it computes everything, and with a mask of a causal call too."""
+    masked = problem.mask is not None or problem.padding is not None
+    whole = problem._replace(share=100, causal=problem.causal and not masked)
+    if device.type == "cuda":
+        return at_share(torch_share(problem, device), whole, device)
+    seconds = cpu(whole, device)
+    return None if seconds is None else 1.3 * seconds + 60e-6 if masked else seconds
+
+
+def cpu(problem: Attention, device: Device) -> float | None:
+    """torch's flash kernel on a CPU."""
+    peak = device.flops.get("float64" if problem.dtype is torch.float64 else "float32")
+    return None if peak is None or device.type != "cpu" else 20e-6 + flops(problem) / (0.5 * peak.value)
+
+
+def by(kernel: str) -> Callable[[Attention, Device], float | None]:
+    def seconds(problem: Attention, device: Device) -> float | None:
+        return at_share(share_of(kernel, problem), problem, device) if was_measured(device) else None
+
+    return seconds
+
+
+def efficient(problem: Attention, device: Device) -> float | None:
+    if not was_measured(device):
+        return None
+    wide = max(problem.dim, problem.dim_v) > 256
+    return at_share(EFFICIENT_WIDE * filled(problem, device, 64) if wide else share_of("efficient", problem), problem, device)
+
+
+def narrow(problem: Attention, device: Device) -> float | None:
+    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs are copied, keys maybe."""
+    unpadded = problem._replace(padding=None)
+    copied = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
+    if device.type == "cpu":
+        whole, each = cpu(unpadded, device), 10e-6
+    else:
+        whole, each = at_share(torch_share(unpadded, device), unpadded, device), 2 * LAUNCH
+    return None if whole is None or copied is None else 1.08 * whole + 2 * copied + each * problem.batch
+
+
+def common(problem: Attention, device: Device) -> float | None:
+    """torch's attention on what all have in common, our kernel on the rest, which reads and writes the output once more."""
+    unpadded = problem._replace(padding=None)
+    shared = at_share(torch_share(unpadded, device), unpadded._replace(share=problem.common), device)
+    if shared is None or problem.common == problem.share:
+        return shared
+    rest = at_share(0.9 * share_of("triton", problem), unpadded._replace(share=problem.share - problem.common), device)  # short runs
+    moved = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
+    return None if rest is None or moved is None else shared + rest + moved
+
+
+def flash_triton(problem: Attention, device: Device) -> float | None:
+    if not was_measured(device) and problem.mask is None and problem.padding is None:
+        return None
+    kernel = "triton" if problem.mask is None else "triton, mask over keys"
+    return at_share(share_of(kernel, problem) * min(1.0, 0.2 + filled(problem, device, 128)), problem, device)
+
+
+def wide(problem: Attention, device: Device) -> float | None:
+    if not was_measured(device):
+        return None
+    return at_share(WIDE * filled(problem, device, 64), problem, device)
+
+
+def wide_hopper(problem: Attention, device: Device) -> float | None:
+    """Parts of the keys fill the card where queries do not; joining them is another launch. The host's time is mostly TMA's descriptors."""
+    seconds = at_share(WIDE_HOPPER, problem, device)
+    return None if seconds is None else max(90e-6, seconds + 8e-6)

@@ -1,0 +1,107 @@
+"""From tensors to launches of the kernels of attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops.attention import heads_inside
+from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+
+LOG2E = math.log2(math.e)
+
+
+def empty_like_queries(q: Tensor, dim_v: int) -> Tensor:
+    """A fresh output: dense, [B, S, H, D] in memory where q is, else [B, H, S, D]."""
+    batch, heads, rows, _ = q.shape
+    if heads_inside(q.shape, q.stride()):
+        return torch.empty(batch, rows, heads, dim_v, dtype=q.dtype, device=q.device).transpose(1, 2)
+    return torch.empty(batch, heads, rows, dim_v, dtype=q.dtype, device=q.device)
+
+
+def run_flash(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, lengths: Tensor | None,
+    rows: int, keys: int, warps: int, stages: int, *, so_far: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2]; key_mask: [B, keys], bool.
+    `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in place."""
+    from turnout.ops.attention.kernels import flash_kernel
+    from turnout.ops.launching import launch
+
+    (batch, heads, length, dim), dim_v = q.shape, v.shape[3]
+    out, sums = (empty_like_queries(q, dim_v), None) if so_far is None else so_far
+    mask = None if key_mask is None else key_mask.view(torch.uint8)
+    numbers = (
+        heads, heads // k.shape[1], length, k.shape[2], dim, dim_v, scale * LOG2E,
+        *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *((0, 0) if mask is None else mask.stride()),
+    )  # fmt: skip
+    constants = {
+        "BM": rows, "BN": keys, "BD": max(16, power_of_two(dim)), "BV": max(16, power_of_two(dim_v)),
+        "CAUSAL": causal, "LENGTHS": lengths is not None, "MASK": mask is not None, "GO_ON": sums is not None,
+    }  # fmt: skip
+    programs = batch * heads * ceil_div(length, rows)
+    launch(flash_kernel, programs, (q, k, v, lengths, mask, sums, out), numbers, constants, warps=warps, num_stages=stages)
+    return out
+
+
+QUERIES, KEYS, CHUNK, HALF, PART, SLOTS = 64, 128, 128, 256, 64, 4
+
+
+def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, splits: int) -> Tensor:
+    """The Gluon kernel for heads of 257 to 512; with `splits`, that many parts of the keys, joined by a second kernel."""
+    from turnout.ops.attention.hopper_kernels import WARPS, wide_kernel
+    from turnout.ops.launching import launch
+
+    (batch, heads, rows, dim), keys = q.shape, k.shape[2]
+    out = empty_like_queries(q, dim)
+    if scale <= 0:  # the kernel looks for maxima before it multiplies
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    into, maxima, sums = out, None, None
+    if splits > 1:
+        into = torch.empty(splits, batch * heads, rows, dim, dtype=torch.float32, device=q.device)
+        maxima, sums = torch.empty(2, splits, batch * heads, rows, dtype=torch.float32, device=q.device)
+    rest = max(64, power_of_two(dim - HALF))
+    boxes = ((q, QUERIES, CHUNK), (k, KEYS, CHUNK), (v, PART, HALF), (v, PART, rest))
+    descriptors = [described(x, (1, 1, *box)) for x, *box in (boxes[:3] if rest == HALF else boxes)]
+    tensors = (*descriptors, *[None] * (4 - len(descriptors)), into, maxima, sums)
+    blocks = ceil_div(ceil_div(keys, KEYS), splits)
+    strides = out.stride()[:3] if splits == 1 else into.stride()[:3]
+    numbers = (heads, heads // k.shape[1], rows, keys, dim, blocks, scale * LOG2E, *strides)
+    constants = {
+        "BM": QUERIES, "BN": KEYS, "CHUNKS": ceil_div(dim, CHUNK), "DC": CHUNK, "W0": HALF, "W1": rest, "BK": PART, "SLOTS": SLOTS,
+        "CAUSAL": causal, "SPLITS": splits,
+    }  # fmt: skip
+    launch(wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, warps=WARPS)
+    if maxima is not None and sums is not None:
+        run_combine(into, maxima, sums, out)
+    return out
+
+
+def run_combine(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    from turnout.ops.attention.kernels import combine_kernel
+    from turnout.ops.launching import launch
+
+    (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
+    numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])
+    constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
+    launch(combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, warps=4)
+
+
+def described(x: Tensor, box: tuple[int, ...]) -> Any:
+    """How TMA reads x, in boxes of four dimensions. Its addresses are multiples of 16 bytes: a tensor that starts elsewhere is copied."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    x = x if x.data_ptr() % 16 == 0 else x.clone()
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]  # of size 1: never used
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), swizzled())
+
+
+@functools.cache
+def swizzled() -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

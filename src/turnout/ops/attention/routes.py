@@ -1,0 +1,279 @@
+"""The tracks of attention: torch's kernels by name, vendor kernels on the keys that count, our own where nobody has one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.attention import ATTENTION, Attention, backends, costs, padding
+from turnout.ops.attention.backends import by_cudnn, by_efficient, by_flash, by_flash_attention_3, by_flash_attention_4, with_sums
+from turnout.ops.attention.launches import KEYS, QUERIES, ceil_div, empty_like_queries, power_of_two, run_flash, run_wide_hopper
+from turnout.routing.device import Device
+from turnout.routing.op import Config
+
+LONGEST = 2**30 - 2**16  # positions are counted in 32 bits; offsets have 64
+WIDE = range(257, 513)
+
+# torch's backends
+
+
+@ATTENTION.route("cudnn", refuses=backends.refuses_cudnn, cost=costs.by("cudnn"), numerics="close", version=1)
+def cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    return by_cudnn(q, k, v, causal, scale)
+
+
+@ATTENTION.route("flash", refuses=backends.refuses_flash, cost=costs.by("flash"), numerics="close", version=1)
+def flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    return by_flash(q, k, v, causal, scale)
+
+
+@ATTENTION.route("efficient", refuses=backends.refuses_efficient, cost=costs.efficient, numerics="close", version=1)
+def efficient(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    return by_efficient(q, k, v, causal, scale)
+
+
+def flash_attention_3(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    return by_flash_attention_3(q, k, v, causal, scale)
+
+
+def flash_attention_4(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    return by_flash_attention_4(q, k, v, causal, scale)
+
+
+def declare_installed() -> None:
+    """FlashAttention 3 and 4 are routes where they are installed. They have no cost: only a measurement or a pin takes them."""
+    declare = functools.partial(
+        ATTENTION.route, refuses=backends.refuses_flash_attention, cost=lambda problem, device: None, numerics="close", version=1
+    )
+    if needs.installed("flash_attn_interface"):
+        declare("flash-attention-3")(flash_attention_3)
+    if backends.has_flash_attention_4():
+        declare("flash-attention-4")(flash_attention_4)
+
+
+declare_installed()
+
+
+def refuses_math(problem: Attention, device: Device) -> Iterator[str]:
+    yield from needs.needs_dtype(problem.dtype, *costs.HALF)  # computed in float32; in float32 itself its error would show
+    if problem.padding is not None or problem.mask == "float":
+        yield "keys that do not count for all, this route needs all keys or a boolean mask"
+    scores = problem.batch * problem.heads * problem.rows * problem.keys
+    if scores > 2**24:
+        yield f"{scores} scores, this route needs at most {2**24}, as it writes them down"
+
+
+@ATTENTION.route("math", refuses=refuses_math, cost=lambda problem, device: None, numerics="close", version=1)
+def math(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    """All scores written down. For short sequences, and only where measured."""
+    return backends.by_math(q, k, v, mask, causal, scale)
+
+
+# Vendor kernels on the keys that count
+
+
+def refuses_narrow(problem: Attention, device: Device) -> Iterator[str]:
+    if problem.padding != "host":
+        yield "no lengths known to the host, this route needs them"
+    if problem.mask is not None:
+        yield "a mask, this route needs lengths only"
+    if problem.causal:
+        yield "a causal call, this route needs queries that see all keys"
+    if problem.batch > 64:
+        yield f"batch {problem.batch}, this route needs at most 64, as each takes a call"
+
+
+@ATTENTION.route("narrow", refuses=refuses_narrow, cost=costs.narrow, numerics="close", version=1)
+def narrow(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+) -> Tensor:
+    """torch's own attention for one batch element after the other, on those of its keys that count; all at once where they are the same."""
+    out = empty_like_queries(q, v.shape[3])
+    grouped = bool(q.shape[1] != k.shape[1])
+    for first, count, head, tail in padding.alike(lengths):
+        some = slice(first, first + count)
+        if head + tail == 0:
+            out[some] = 0.0
+            continue
+        near, far = (padding.counting(x[some], head, tail) for x in (k, v))
+        out[some] = F.scaled_dot_product_attention(q[some], near, far, scale=scale, enable_gqa=grouped)
+    return out
+
+
+def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    yield from refuses_narrow(problem, device)
+    yield from backends.refuses_flash(problem._replace(padding=None), device)
+    if problem.common == 0:
+        yield "no run of keys that counts for all, this route needs 1 % of them at least"
+
+
+def common_configs(problem: Attention, device: Device) -> list[Config]:
+    """Few keys are left for our kernel, so its programs are short: small ones, several to a multiprocessor."""
+    cudnn = costs.prefers_cudnn(device) and not any(backends.refuses_cudnn(problem._replace(padding=None), device))
+    rows = max(16, power_of_two(problem.rows))
+    shapes = ((64, 64, 4, 2), (64, 32, 4, 2)) if max(problem.dim, problem.dim_v) <= 128 else ((64, 32, 4, 2),)
+    fitting = [s for s in shapes if tile_bytes(problem, s[0], s[1], s[3]) <= device.shared] or [(16, 16, 4, 1)]
+    return [{"cudnn": cudnn, "rows": min(r, rows), "keys": n, "warps": w, "stages": st} for r, n, w, st in fitting]
+
+
+@ATTENTION.route("common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=1)
+def common_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
+    *, cudnn: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
+) -> Tensor:  # fmt: skip
+    """A vendor kernel on the keys that count for the whole batch, in one call; ours goes on from there with those that count for some."""
+    run = padding.Common.of(lengths, k.shape[2])
+    (near, more_near), (far, more_far) = run.split(k), run.split(v)
+    out, sums = with_sums(q, near, far, scale, cudnn and run.size > 1)
+    first, size = run.some
+    if size:
+        rest = padding.on_device(run.rest[2 * first : 2 * (first + size)], q.device)
+        queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (q, more_near, more_far, out, sums))
+        run_flash(queries, more_near, more_far, None, False, scale, rest, rows, keys, warps, stages, so_far=(part, behind))
+    return out
+
+
+# Our own kernels
+
+
+def refuses_triton(problem: Attention, device: Device) -> Iterator[str]:
+    """What the Triton kernel needs at any head dim."""
+    yield from needs.needs_triton(device)
+    yield from needs.needs_dtype(problem.dtype, *costs.HALF)
+    if problem.mask not in (None, "keys"):
+        yield f"a {problem.mask} mask, this route needs none or one over keys alone"
+    if 0 in (problem.batch, problem.heads, problem.rows, problem.keys, problem.dim, problem.dim_v):
+        yield "nothing to attend to, this route needs at least one query and one key"
+    if max(problem.rows, problem.keys) > LONGEST:
+        yield f"{max(problem.rows, problem.keys)} positions, this route needs at most {LONGEST}"
+
+
+def refuses_flash_triton(problem: Attention, device: Device) -> Iterator[str]:
+    yield from refuses_triton(problem, device)
+    dim = max(problem.dim, problem.dim_v)
+    if dim > 256:
+        yield f"head dim {dim}, this route needs at most 256"
+
+
+def refuses_wide(problem: Attention, device: Device) -> Iterator[str]:
+    yield from refuses_triton(problem, device)
+    dim = max(problem.dim, problem.dim_v)
+    if dim not in WIDE:
+        yield f"head dim {dim}, this route needs 257 to 512"
+    if tile_bytes(problem, 16, 16) > device.shared and device.type == "cuda":
+        yield f"{device.shared} bytes of shared memory, this route needs {tile_bytes(problem, 16, 16)}"
+
+
+def tile_bytes(problem: Attention, rows: int, keys: int, stages: int = 1) -> int:
+    """Shared memory of one program: its queries, and as many blocks of k and v as there are stages."""
+    dim, dim_v = power_of_two(problem.dim), power_of_two(problem.dim_v)
+    return problem.dtype.itemsize * (rows * dim + stages * keys * (dim + dim_v)) + 2048
+
+
+def flash_configs(problem: Attention, device: Device) -> list[Config]:
+    """The largest blocks that fit the card's shared memory: on an H200 the fastest of those that were tried."""
+    shapes = [(128, 64, 8, 3), (128, 32, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
+    if power_of_two(max(problem.dim, problem.dim_v)) > 128:
+        shapes = [(128, 64, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
+    rows, keys, warps, stages = next((s for s in shapes if tile_bytes(problem, s[0], s[1], s[3]) <= device.shared), shapes[-1])
+    few = 16 if problem.rows <= 16 else 64
+    if problem.rows <= few < rows:
+        rows, warps = few, 4
+    return [{"rows": rows, "keys": keys, "warps": warps, "stages": stages}]
+
+
+def wide_configs(problem: Attention, device: Device) -> list[Config]:
+    shapes = ((64, 64, 8), (64, 32, 8), (32, 32, 4), (16, 16, 4))
+    rows, keys, warps = next((s for s in shapes if tile_bytes(problem, s[0], s[1]) <= device.shared), shapes[-1])
+    return [{"rows": rows, "keys": keys, "warps": warps, "stages": 1}]
+
+
+@ATTENTION.route("wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, numerics="close", version=1)
+def wide_head(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
+    *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
+) -> Tensor:  # fmt: skip
+    """Heads of 257 to 512 in plain Triton, on any card."""
+    return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
+
+
+@ATTENTION.route(
+    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, numerics="close", version=1
+)  # fmt: skip
+def flash_triton(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
+    *, rows: int = 64, keys: int = 32, warps: int = 4, stages: int = 2,
+) -> Tensor:  # fmt: skip
+    """Heads up to 256 in plain Triton; padded keys and masks over keys are left out inside the kernel."""
+    return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
+
+
+def with_padding(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
+    rows: int, keys: int, warps: int, stages: int,
+) -> Tensor:  # fmt: skip
+    if lengths:
+        kv_lengths = padding.on_device(tuple(lengths), q.device)
+    over_keys = padding.key_mask(mask, q.shape[0], k.shape[2])
+    return run_flash(q, k, v, over_keys, causal, scale, kv_lengths, rows, keys, warps, stages)
+
+
+def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
+    yield from needs.needs_triton(device)
+    if device.capability is not None and device.capability[0] != 9:
+        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 9.0"
+    yield from needs.needs_dtype(problem.dtype, *costs.HALF)
+    if problem.mask is not None or problem.padding is not None:
+        yield "some keys do not count, this route needs all of them to"
+    if problem.dim not in WIDE or problem.dim % 8 or problem.dim != problem.dim_v:
+        yield f"head dims {problem.dim} and {problem.dim_v}, this route needs both the same, 257 to 512 and a multiple of 8"
+    if 0 in (problem.batch, problem.heads, problem.rows, problem.keys):
+        yield "nothing to attend to, this route needs at least one query and one key"
+    if max(problem.rows, problem.keys) > LONGEST:
+        yield f"{max(problem.rows, problem.keys)} positions, this route needs at most {LONGEST}"
+    sizes = ((problem.batch, problem.heads, problem.rows), *[(problem.batch, problem.kv_heads, problem.keys)] * 2)
+    for name, size, strides in zip("qkv", sizes, problem.strides, strict=True):
+        steps = [stride for n, stride in zip(size, strides, strict=False) if n > 1]
+        if strides[3] != 1 or any(step % 8 or step == 0 for step in steps):
+            yield f"{name} with strides {list(strides)}, this route needs a last one of 1 and others that are multiples of 8"
+
+
+def splits_of(problem: Attention, device: Device) -> int:
+    """In how many parts the keys are taken so that the card is full: few queries alone would leave most of it idle."""
+    programs = problem.batch * problem.heads * ceil_div(problem.rows, QUERIES)
+    blocks = ceil_div(problem.keys, KEYS)
+    if programs >= device.units or problem.causal:
+        return 1
+    return max(1, min(device.units // programs, blocks // 4, 8))
+
+
+def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
+    return [{"splits": splits_of(problem, device)}]
+
+
+@ATTENTION.route(
+    "wide-head-hopper", refuses=refuses_wide_hopper, cost=costs.wide_hopper, configs=wide_hopper_configs, numerics="close", version=1
+)
+def wide_head_hopper(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
+    *, splits: int = 1,
+) -> Tensor:  # fmt: skip
+    """Heads of 257 to 512 on Hopper, in Gluon."""
+    return run_wide_hopper(q, k, v, causal, scale, splits)
