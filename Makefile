@@ -13,11 +13,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(RUN) -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $(STAMP)
 
+# A real video decoder with random weights, stock and accelerated in turns; --weights DIR takes a downloaded one.
 demo: setup
-	$(RUN) examples/first_call.py
+	.venv/bin/turnout race wan-vae --dtype bfloat16 --rounds 3 --seconds 10 --report demo/wan-vae-bfloat16.html
+	.venv/bin/turnout race wan-vae --dtype float32 --rounds 3 --seconds 10 --report demo/wan-vae-float32.html
+	@echo "Reports: demo/wan-vae-bfloat16.html, demo/wan-vae-float32.html"
 
 test: setup lint
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n 2 --dist worksteal
 
 lint: setup
 	.venv/bin/ruff check .
@@ -29,4 +32,4 @@ gpu-test:
 	PYTHONPATH=src:. $(PYTHON) -m pytest -q -m gpu tests
 
 clean:
-	rm -rf .venv dist build
+	rm -rf .venv dist build demo

@@ -1,7 +1,24 @@
 """turnout: every op down the fastest track that is right for its shape, dtype, layout and device."""
 
 from turnout.asking import explain, routes
-from turnout.ops import causal_conv1d, causal_conv1d_update, dot, inner, matmul
+from turnout.models.accelerate import accelerate, accelerated, restore
+from turnout.ops import (
+    attention,
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv3d,
+    conv2d,
+    conv3d,
+    dot,
+    group_norm_silu,
+    inner,
+    matmul,
+    norm_rope,
+    norm_rope_qk,
+    rms_norm_silu,
+    selective_scan,
+    upsample_conv2d,
+)
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
@@ -13,14 +30,27 @@ __all__ = [
     "Refused",
     "TurnoutWarning",
     "Verdict",
+    "accelerate",
+    "accelerated",
+    "attention",
     "causal_conv1d",
     "causal_conv1d_update",
+    "causal_conv3d",
+    "conv2d",
+    "conv3d",
     "dot",
     "explain",
+    "group_norm_silu",
     "inner",
     "matmul",
+    "norm_rope",
+    "norm_rope_qk",
     "numerics",
     "pin",
+    "restore",
+    "rms_norm_silu",
     "routes",
+    "selective_scan",
     "tune",
+    "upsample_conv2d",
 ]

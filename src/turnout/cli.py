@@ -186,8 +186,8 @@ def bench(
             found.append(row)
             if path is not None:
                 sweep.append_row(row, path)
-        if export is not None and entries:
-            write(entries, Device.of(where), export)
+            if export is not None and entries:
+                write(entries, Device.of(where), export)
         rows += found
         if not json:
             report.show(found, console)
@@ -254,7 +254,7 @@ def tune(
 
 @app.command()
 def race(
-    model: Annotated[str, typer.Argument(help="wan-vae, wan22-vae, flux-vae, ltx-vae, flux, wan or mamba.")],
+    model: Annotated[str, typer.Argument(help="wan-vae, wan22-vae, flux-vae, ltx-vae, flux, wan, mamba or mamba-decode.")],
     size: Annotated[str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Where = None,

@@ -1,0 +1,125 @@
+"""The video VAE of CogVideoX: norms whose scale and shift come from the latents, a cache for every convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.patch import Adapter
+from turnout.models.video import as_video, channels_last, may_write, per_frame
+
+
+def _convolved(module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The causal convolution of x, and the frames to keep."""
+    conv = module.conv
+    y = turnout.causal_conv3d(
+        x, conv.weight, conv.bias, cache=cache, stride=conv.stride, padding=(module.height_pad, module.width_pad),
+        dilation=conv.dilation, groups=conv.groups, pad_mode="replicate", residual=residual, return_cache=module.time_kernel_size > 1,
+    )  # fmt: skip
+    return (y[0], y[1].clone()) if isinstance(y, tuple) else (y, None)
+
+
+class CausalConv(Adapter):
+    """cache beside the input of the convolution"""
+
+    covers = True
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if instance.pad_mode == "replicate":
+            yield "edges repeated in space, this adapter needs zeros there"
+
+    def forward(self: Any, inputs: Tensor, conv_cache: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return _convolved(self, channels_last(inputs), conv_cache if self.time_kernel_size > 1 else None)
+
+
+class SpatialNorm(Adapter):
+    """scale and shift computed where the latents are, and repeated, not the other way round"""
+
+    covers = True
+
+    def forward(self: Any, f: Tensor, zq: Tensor, conv_cache: dict | None = None) -> tuple[Tensor, dict]:
+        return _scaled(self, f, zq, silu=False), {"conv_y": None, "conv_b": None}
+
+
+def _scaled(norm: Any, f: Tensor, zq: Tensor, *, silu: bool) -> Tensor:
+    """norm(f) * y(z) + b(z), y and b being linear: a 1x1x1 convolution of repeated pixels is the repeated convolution of each."""
+    layer = norm.norm_layer
+    x = turnout.group_norm_silu(f, layer.num_groups, layer.weight, layer.bias, eps=layer.eps, silu=False)
+    scale, shift = (F.conv3d(zq, conv.weight, conv.bias) for conv in (norm.conv_y.conv, norm.conv_b.conv))
+    if f.shape[2] > 1 and f.shape[2] % 2 == 1:  # the first frame stands alone
+        parts = [(x[:, :, :1], scale[:, :, :1], shift[:, :, :1]), (x[:, :, 1:], scale[:, :, 1:], shift[:, :, 1:])]
+        if may_write(x, scale, shift):
+            for part in parts:
+                _scale_and_shift(*part, silu=silu)
+            return x
+        return torch.cat([_scale_and_shift(*part, silu=silu) for part in parts], 2)
+    return _scale_and_shift(x, scale, shift, silu=silu)
+
+
+def _scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, *, silu: bool) -> Tensor:
+    """Each value of scale and shift holds for a whole block of x. In place, where tensors may be written."""
+    factors = [size // small for size, small in zip(x.shape[2:], scale.shape[2:], strict=True)]
+    if any(size != small * factor for size, small, factor in zip(x.shape[2:], scale.shape[2:], factors, strict=True)):
+        scale, shift = F.interpolate(scale, size=x.shape[2:]), F.interpolate(shift, size=x.shape[2:])
+        factors = [1, 1, 1]
+    blocks = x.unflatten(4, (-1, factors[2])).unflatten(3, (-1, factors[1])).unflatten(2, (-1, factors[0]))
+    scale, shift = (t[:, :, :, None, :, None, :, None] for t in (scale, shift))
+    if may_write(x, scale, shift):
+        blocks.mul_(scale).add_(shift)
+        return F.silu(x, inplace=True) if silu else x
+    y = (blocks * scale + shift).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+    return F.silu(y) if silu else y
+
+
+class ResnetBlock(Adapter):
+    """norm with SiLU; cache, bias and residual in the convolution"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from CausalConv.refuses(instance.conv1)
+        if not isinstance(instance.nonlinearity, nn.SiLU):
+            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+
+    def forward(
+        self: Any, inputs: Tensor, temb: Tensor | None = None, zq: Tensor | None = None, conv_cache: dict | None = None
+    ) -> tuple[Tensor, dict]:
+        if self.training and self.dropout.p > 0:
+            return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportAttributeAccessIssue]
+        old, new = conv_cache or {}, {}
+        residual = inputs
+        if self.in_channels != self.out_channels:
+            residual = self.conv_shortcut(inputs, old.get("conv_shortcut")) if self.use_conv_shortcut else self.conv_shortcut(inputs)
+            if self.use_conv_shortcut:
+                residual, new["conv_shortcut"] = residual
+        x, new["conv1"] = _convolved(self.conv1, _normed(self.norm1, inputs, zq), old.get("conv1"))
+        if temb is not None:
+            x = x + self.temb_proj(F.silu(temb))[:, :, None, None, None]
+        y, new["conv2"] = _convolved(self.conv2, _normed(self.norm2, x, zq), old.get("conv2"), residual)
+        return y, new
+
+
+def _normed(norm: Any, x: Tensor, zq: Tensor | None) -> Tensor:
+    if zq is not None:
+        return _scaled(norm, x, zq, silu=True)
+    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
+
+
+class Upsample(Adapter):
+    """upsampling folded into its convolution, frames repeated behind it"""
+
+    covers = True
+
+    def forward(self: Any, inputs: Tensor) -> Tensor:
+        y = as_video(turnout.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1), inputs.shape[0])
+        frames = inputs.shape[2]
+        if not self.compress_time or frames == 1:
+            return y
+        if frames % 2 == 0:
+            return y.repeat_interleave(2, 2)
+        return torch.cat([y[:, :, :1], y[:, :, 1:].repeat_interleave(2, 2)], 2)

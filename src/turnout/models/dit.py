@@ -1,0 +1,148 @@
+"""Diffusion transformers: Flux, Wan and Qwen-Image. Norm, rotation and joining of q and k are one pass; the rest of a block is theirs.
+
+These are attention processors, diffusers' own extension point. A backend that the user chose keeps the attention itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.layers import routed_attention
+from turnout.models.patch import Adapter
+
+
+def _norm(*norms: Any, x: Tensor) -> dict[str, Any] | None:
+    """How `norm_rope` spells these norms, one for each stream; None where it has no words for them."""
+    if not all(type(norm).__name__ == "RMSNorm" and getattr(norm, "bias", None) is None for norm in norms):
+        return None
+    if len({(norm.eps, type(norm), norm.weight is None) for norm in norms}) != 1:
+        return None
+    eps = norms[0].eps if norms[0].eps is not None else torch.finfo(x.dtype).eps
+    # diffusers' RMSNorm, which is not torch's, rounds before it multiplies
+    return {"norm": True, "eps": eps, "round_before_weight": not isinstance(norms[0], nn.RMSNorm)}
+
+
+def _weights(*norms: Any) -> Any:
+    weights = tuple(norm.weight for norm in norms)
+    return None if weights[0] is None else weights[0] if len(weights) == 1 else weights
+
+
+def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """q, k, v `[B, S, H, D]`; gives `[B, S, H*D]`."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+
+    backend, parallel = processor._attention_backend, processor._parallel_config
+    if backend is None and parallel is None and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE:
+        return turnout.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask=mask).transpose(1, 2).flatten(2)
+    return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel).flatten(2).to(q.dtype)
+
+
+def _projected(attn: Any, names: tuple[str, str, str], fused: str, x: Tensor, head_dim: int) -> list[Tensor]:
+    """q, k and v of one stream, `[B, S, H, D]`."""
+    if getattr(attn, "fused_projections", False) and hasattr(attn, fused):
+        parts = getattr(attn, fused)(x).chunk(3, -1)
+    else:
+        parts = [getattr(attn, name)(x) for name in names]
+    return [part.unflatten(-1, (-1, head_dim)) for part in parts]
+
+
+_IMAGE = ("to_q", "to_k", "to_v"), "to_qkv"
+_TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), "to_added_qkv"
+
+
+class FluxProcessor(Adapter):
+    """norm, rotation and joining of q and k in one pass"""
+
+    def __call__(
+        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
+        joint = encoder_hidden_states is not None
+        q_norms = (attn.norm_added_q, attn.norm_q) if joint else (attn.norm_q,)
+        k_norms = (attn.norm_added_k, attn.norm_k) if joint else (attn.norm_k,)
+        how = _norm(*q_norms, *k_norms, x=hidden_states)
+        if how is None or image_rotary_emb is None:
+            with routed_attention():
+                return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)  # pyright: ignore
+        q, k, v = _projected(attn, *_IMAGE, hidden_states, attn.head_dim)
+        if joint:
+            text = _projected(attn, *_TEXT, encoder_hidden_states, attn.head_dim)  # pyright: ignore[reportArgumentType]
+            q, k, v = (text[0], q), (text[1], k), torch.cat([text[2], v], 1)
+        cos, sin = image_rotary_emb
+        q, k = turnout.norm_rope_qk(
+            q, k, cos, sin, q_weight=_weights(*q_norms), k_weight=_weights(*k_norms), pairing="interleaved", out_layout="bshd", **how
+        )
+        found = _attend(self, q, k, v, attention_mask)
+        if not joint:
+            return found
+        words = encoder_hidden_states.shape[1]  # pyright: ignore[reportOptionalMemberAccess]
+        return attn.to_out[1](attn.to_out[0](found[:, words:])), attn.to_add_out(found[:, :words])
+
+
+class QwenImageProcessor(Adapter):
+    """norm, rotation and joining of q and k in one pass"""
+
+    def __call__(
+        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None, attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
+        norms = (attn.norm_added_q, attn.norm_q, attn.norm_added_k, attn.norm_k)
+        how = _norm(*norms, x=hidden_states)
+        if how is None or image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
+            with routed_attention():
+                return super().__call__(  # pyright: ignore[reportAttributeAccessIssue]
+                    attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
+                )
+        words, head_dim = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
+        q, k, v = _projected(attn, *_IMAGE, hidden_states, head_dim)
+        text = _projected(attn, *_TEXT, encoder_hidden_states, head_dim)
+        turns = torch.cat([image_rotary_emb[1], image_rotary_emb[0]])  # complex, [text and image, D/2]
+        q, k = turnout.norm_rope_qk(
+            (text[0], q), (text[1], k), turns, None, q_weight=_weights(*norms[:2]), k_weight=_weights(*norms[2:]),
+            pairing="interleaved", out_layout="bshd", **how,
+        )  # fmt: skip
+        mask = None
+        if encoder_hidden_states_mask is not None:
+            image = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+            mask = torch.cat([encoder_hidden_states_mask.bool(), image], 1)[:, None, None]
+        found = _attend(self, q, k, torch.cat([text[2], v], 1), mask)
+        image = attn.to_out[0](found[:, words:])
+        return attn.to_out[1](image) if len(attn.to_out) > 1 else image, attn.to_add_out(found[:, :words])
+
+
+class WanProcessor(Adapter):
+    """norm over all heads and rotation of q and k in one pass"""
+
+    def __call__(
+        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:  # fmt: skip
+        how = _norm(attn.norm_q, attn.norm_k, x=hidden_states)
+        if how is None or attn.add_k_proj is not None:
+            with routed_attention():
+                return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)  # pyright: ignore
+        how |= {"across_heads": True, "out_layout": "bshd"}
+        q, k, v = self._qkv(attn, hidden_states, encoder_hidden_states)
+        if rotary_emb is not None:
+            cos, sin = rotary_emb
+            q, k = turnout.norm_rope_qk(
+                q, k, cos, sin, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight, pairing="interleaved", **how
+            )
+        else:
+            q = turnout.norm_rope(q, weight=attn.norm_q.weight, **how)
+            k = turnout.norm_rope(k, weight=attn.norm_k.weight, **how)
+        return attn.to_out[1](attn.to_out[0](_attend(self, q, k, v, attention_mask)))
+
+    def _qkv(self: Any, attn: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:
+        head_dim = attn.inner_dim // attn.heads
+        if context is None:
+            return _projected(attn, *_IMAGE, x, head_dim)
+        if getattr(attn, "fused_projections", False) and attn.is_cross_attention:
+            parts = [attn.to_q(x), *attn.to_kv(context).chunk(2, -1)]
+        else:
+            parts = [attn.to_q(x), attn.to_k(context), attn.to_v(context)]
+        return [part.unflatten(-1, (-1, head_dim)) for part in parts]

@@ -1,0 +1,140 @@
+"""The video VAE of HunyuanVideo: group norms over the whole clip, edges repeated in time and space, attention that is causal by frames."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.patch import Adapter
+from turnout.models.video import Border, Fill, bordered
+
+
+def _norm(norm: nn.GroupNorm, x: Tensor, out: Tensor | None = None, *, silu: bool = True) -> Tensor:
+    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu, out=out)
+
+
+def _convolved(module: Any, x: Tensor, fill: Fill | None = None, residual: Tensor | None = None) -> Tensor:
+    """The convolution of x, or of what `fill` makes of it, with repeated edges around it."""
+    wide, _, high, _, before, _ = module.time_causal_padding
+    conv = module.conv
+    whole = bordered(x, Border(before, 0, (high, wide)), fill or (lambda out: x if out is None else out.copy_(x)))
+    return turnout.conv3d(whole, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
+
+
+class CausalConv(Adapter):
+    """edges repeated in the buffer that is convolved"""
+
+    covers = True
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if instance.pad_mode != "replicate":
+            yield f"padding mode {instance.pad_mode}, this adapter needs replicate"
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return _convolved(self, hidden_states)
+
+
+class ResnetBlock(Adapter):
+    """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from CausalConv.refuses(instance.conv1)
+        if not isinstance(instance.nonlinearity, nn.SiLU):
+            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if self.training and self.dropout.p > 0:
+            return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
+        residual = hidden_states if self.conv_shortcut is None else self.conv_shortcut(hidden_states)
+        x = _convolved(self.conv1, hidden_states, functools.partial(_norm, self.norm1, hidden_states))
+        return _convolved(self.conv2, x, functools.partial(_norm, self.norm2, x), residual)
+
+
+class Upsample(Adapter):
+    """pixels repeated in the buffer that is convolved"""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        x = hidden_states
+        in_time, in_height, in_width = (int(factor) for factor in self.upsample_factor)
+        first = _repeated(x[:, :, :1], 1, in_height, in_width)
+        rest = _repeated(x[:, :, 1:], in_time, in_height, in_width)
+        return self.conv(torch.cat([first, rest], 2))
+
+
+def _repeated(x: Tensor, in_time: int, in_height: int, in_width: int) -> Tensor:
+    """Every pixel repeated, channels-last."""
+    x = x.permute(0, 2, 3, 4, 1)[:, :, None, :, None, :, None]  # [B, T, 1, H, 1, W, 1, C]
+    x = x.expand(-1, -1, in_time, -1, in_height, -1, in_width, -1)
+    return x.flatten(5, 6).flatten(3, 4).flatten(1, 2).permute(0, 4, 1, 2, 3)
+
+
+class MidBlock(Adapter):
+    """attention frame by frame over the frames before, without a mask"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        for attn in instance.attentions:
+            if attn is not None and (not attn.residual_connection or attn.rescale_output_factor != 1.0 or attn.norm_q is not None):
+                yield "attention without residual, or scaled, or with normed queries, this adapter needs a plain one"
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
+        x = self.resnets[0](hidden_states)
+        for attn, resnet in zip(self.attentions, self.resnets[1:], strict=True):
+            x = resnet(x if attn is None else _attended(attn, x))
+        return x
+
+
+def _attended(attn: Any, x: Tensor) -> Tensor:
+    frames, height, width = x.shape[2:]
+    tokens = _norm(attn.group_norm, x, silu=False).permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T*H*W, C]
+    q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
+    size, found = height * width, []
+    for t in range(frames):
+        seen = slice(0, (t + 1) * size)
+        found.append(turnout.attention(q[:, :, t * size : (t + 1) * size], k[:, :, seen], v[:, :, seen]))
+    y = attn.to_out[1](attn.to_out[0](torch.cat(found, 2).transpose(1, 2).flatten(2)))
+    return y.unflatten(1, (frames, height, width)).permute(0, 4, 1, 2, 3) + x
+
+
+class Coder(Adapter):
+    """channels-last from the first convolution to the last"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from CausalConv.refuses(instance.conv_out)
+        if not isinstance(instance.conv_act, nn.SiLU):
+            yield f"activation {type(instance.conv_act).__name__}, this adapter needs SiLU"
+
+
+class Decoder(Coder):
+    """channels-last from the first convolution to the last"""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
+        x = self.mid_block(self.conv_in(hidden_states))
+        for block in self.up_blocks:
+            x = block(x)
+        return _convolved(self.conv_out, x, functools.partial(_norm, self.conv_norm_out, x))
+
+
+class Encoder(Coder):
+    """channels-last from the first convolution to the last"""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
+        x = self.conv_in(hidden_states)
+        for block in self.down_blocks:
+            x = block(x)
+        x = self.mid_block(x)
+        return _convolved(self.conv_out, x, functools.partial(_norm, self.conv_norm_out, x))

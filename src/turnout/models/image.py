@@ -1,0 +1,136 @@
+"""The image VAE of Stable Diffusion, SDXL, Flux and Flux 2, and the blocks it shares with their U-Nets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.layers import routed_attention
+from turnout.models.patch import Adapter
+
+
+def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
+    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu)
+
+
+def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    return turnout.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)  # pyright: ignore
+
+
+class ResnetBlock(Adapter):
+    """norm with SiLU, bias and residual in the convolution"""
+
+    covers = True
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if not isinstance(instance.nonlinearity, nn.SiLU):
+            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+        if instance.upsample is not None or instance.downsample is not None:
+            yield "it resamples, this adapter needs a block that does not"
+        if instance.time_embedding_norm == "scale_shift":
+            yield "a time embedding that scales and shifts, this adapter needs one that is added"
+        if instance.output_scale_factor != 1.0:
+            yield f"output scale {instance.output_scale_factor}, this adapter needs 1"
+
+    def forward(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.training and self.dropout.p > 0:
+            return super().forward(input_tensor, temb, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        x = _conv(self.conv1, norm_silu(self.norm1, input_tensor))
+        if self.time_emb_proj is not None:
+            temb = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))  # pyright: ignore[reportArgumentType]
+        if temb is not None and self.time_embedding_norm == "default":
+            x = x + temb[:, :, None, None]
+        residual = input_tensor if self.conv_shortcut is None else _conv(self.conv_shortcut, input_tensor)
+        return _conv(self.conv2, norm_silu(self.norm2, x), residual)
+
+
+class Upsample(Adapter):
+    """upsampling folded into its convolution"""
+
+    covers = True
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if not (instance.use_conv and instance.interpolate) or instance.use_conv_transpose:
+            yield "no convolution behind the upsampling, this adapter needs one"
+        elif _upsampled(instance).kernel_size != (3, 3) or _upsampled(instance).padding != (1, 1):
+            yield f"kernel {_upsampled(instance).kernel_size}, this adapter needs 3 x 3 with padding 1"
+
+    def forward(self: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        if self.norm is not None or output_size is not None:
+            return super().forward(hidden_states, output_size, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        conv = _upsampled(self)
+        return turnout.upsample_conv2d(hidden_states, conv.weight, conv.bias, scale=2, padding=1)
+
+
+def _upsampled(upsample: Any) -> Any:
+    return upsample.conv if upsample.name == "conv" else upsample.Conv2d_0
+
+
+class Coder(Adapter):
+    """channels-last from the first convolution to the last"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if not isinstance(instance.conv_norm_out, nn.GroupNorm):
+            yield f"last norm {type(instance.conv_norm_out).__name__}, this adapter needs GroupNorm"
+        if not isinstance(instance.conv_act, nn.SiLU):
+            yield f"activation {type(instance.conv_act).__name__}, this adapter needs SiLU"
+
+
+class Decoder(Coder):
+    """channels-last from the first convolution to the last"""
+
+    def forward(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return super().forward(sample, latent_embeds)  # pyright: ignore[reportAttributeAccessIssue]
+        x = _conv(self.conv_in, sample.to(memory_format=torch.channels_last))
+        x = self.mid_block(x, latent_embeds)
+        for block in self.up_blocks:
+            x = block(x, latent_embeds)
+        return _conv(self.conv_out, norm_silu(self.conv_norm_out, x)).contiguous()
+
+
+class Encoder(Coder):
+    """channels-last from the first convolution to the last"""
+
+    def forward(self: Any, sample: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return super().forward(sample)  # pyright: ignore[reportAttributeAccessIssue]
+        x = _conv(self.conv_in, sample.to(memory_format=torch.channels_last))
+        for block in self.down_blocks:
+            x = block(x)
+        x = self.mid_block(x)
+        return _conv(self.conv_out, norm_silu(self.conv_norm_out, x)).contiguous()
+
+
+class AttentionProcessor(Adapter):
+    """attention of the middle block without layout flips"""
+
+    def __call__(
+        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
+        temb: Tensor | None = None, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        x, norm = hidden_states, attn.group_norm
+        known = x.dim() == 4 and attn.spatial_norm is None and attn.norm_q is None and attn.norm_k is None
+        if (
+            norm is None
+            or not known
+            or encoder_hidden_states is not None
+            or attention_mask is not None
+            or attn.rescale_output_factor != 1.0
+        ):
+            with routed_attention():
+                return super().__call__(attn, x, encoder_hidden_states, attention_mask, temb, *args, **kwargs)  # pyright: ignore
+        tokens = norm_silu(norm, x, silu=False).flatten(2).transpose(1, 2)  # [B, H*W, C]
+        heads = (attn.heads, -1)
+        q, k, v = (project(tokens).unflatten(2, heads).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
+        found = attn.to_out[1](attn.to_out[0](turnout.attention(q, k, v).transpose(1, 2).flatten(2)))
+        found = found.transpose(1, 2).unflatten(2, x.shape[2:])
+        return found + x if attn.residual_connection else found

@@ -1,0 +1,109 @@
+"""One instance takes another track: its class becomes a subclass of itself, and back.
+
+Nothing else of the instance changes, so `state_dict`, `__dict__`, hooks and devices are what they were, `isinstance` still holds, and
+undoing it is assigning the old class. No class or module is ever written to: other instances do not notice.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from turnout.routing import settings
+
+
+class Patch(NamedTuple):
+    """What a patched instance is: its own class, the adapter in front of it, and the numerics level its calls are held to."""
+
+    base: type
+    adapter: type[Adapter]
+    numerics: str | None
+
+
+class Adapter:
+    """The methods of an adapter stand before those of the class it is put in front of; `super()` is the stock behaviour.
+
+    `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every bit of the stock output as
+    long as the ops it calls do; `covers` that it reads the weights of the modules inside, which then need no patch of their own.
+    """
+
+    exact = False
+    covers = False
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        return ()
+
+
+def patched(instance: object) -> Patch | None:
+    """How an instance was patched; None for a stock one."""
+    return type(instance).__dict__.get("_turnout_patch")
+
+
+def apply(instance: object, adapter: type, numerics: str | None) -> None:
+    """Put an adapter in front of the instance's class."""
+    instance.__class__ = _in_front(type(instance), adapter, numerics)
+
+
+def undo(instance: object) -> bool:
+    """Give an instance its own class back; False where it has it."""
+    patch = patched(instance)
+    if patch is not None:
+        instance.__class__ = patch.base
+    return patch is not None
+
+
+@functools.cache
+def _in_front(base: type, adapter: type, numerics: str | None) -> type:
+    body: dict[str, Any] = {
+        "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce, "_turnout_patch": Patch(base, adapter, numerics),
+    }  # fmt: skip
+    for name, method in _methods(adapter):
+        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
+        if inspect.Parameter.VAR_POSITIONAL in kinds and hasattr(base, name):
+            body[name] = method = _seen_as(getattr(base, name), method)
+        if numerics is not None:
+            body[name] = _held_to(numerics, method)
+    return type(base.__name__, (adapter, base), body)
+
+
+def _methods(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+    for owner in reversed(adapter.__mro__[:-1]):
+        if owner is not Adapter:
+            yield from ((name, value) for name, value in vars(owner).items() if inspect.isfunction(value))
+
+
+def _seen_as(stock: Any, method: Any) -> Any:
+    """A method that passes on whatever it is given, with the stock signature: diffusers looks there for what a processor takes."""
+    seen = types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
+    seen.__kwdefaults__, seen.__doc__ = method.__kwdefaults__, method.__doc__
+    seen.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
+    return seen
+
+
+def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with settings.numerics(level):
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle and copy by what the class was made of: the class itself has no name to be found under."""
+    patch = type(self)._turnout_patch
+    make, arguments, *rest = super(patch.adapter, self).__reduce_ex__(max(2, protocol))
+    if make is not copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
+        return (make, arguments, *rest)
+    return (_remade, (*patch, *arguments[1:]), *rest)
+
+
+def _remade(base: type, adapter: type, numerics: str | None, *arguments: Any) -> Any:
+    cls = _in_front(base, adapter, numerics)
+    return cls.__new__(cls, *arguments)

@@ -1,0 +1,75 @@
+"""What video decoders share: frames kept channels-last, and norms that write straight into the input of the convolution behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import turnout
+
+# Writes its result into the tensor it is given, or returns it where that is None.
+Fill = Callable[["Tensor | None"], Tensor]
+
+
+def may_write(*tensors: Tensor) -> bool:
+    """Whether tensors may be written in place: no gradient is wanted, no graph is traced."""
+    return not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *, padding: tuple[int, int], residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`; and the frames to keep for the
+    next chunk. x and cache stay two tensors: nothing is concatenated, and a chunk of just as many frames becomes the next cache as it is.
+    """
+    y, kept = turnout.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
+    # a view of a few frames would keep all of them alive
+    return y, kept.clone() if x.shape[2] > kept.shape[2] and may_write(x) else kept
+
+
+def per_frame(x: Tensor) -> Tensor:
+    """`[B, C, T, H, W]` as `[B*T, C, H, W]`; a view where x is channels-last."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def as_video(x: Tensor, batch: int) -> Tensor:
+    """`[B*T, C, H, W]` as `[B, C, T, H, W]`, a view."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+class Border(NamedTuple):
+    """What stands around a video before it is convolved: frames that repeat the first and the last one, and pixels at the edges."""
+
+    before: int = 0
+    after: int = 0
+    edges: tuple[int, int] = (0, 0)  # above and below, left and right
+    mode: str = "replicate"  # of the edges, as in torch.nn.functional.pad
+
+
+def bordered(x: Tensor, border: Border, fill: Fill) -> Tensor:
+    """The result of `fill` inside a border, channels-last. Where tensors may be written, it is written there in the first place."""
+    before, after, (high, wide), mode = border
+    if not may_write(x):
+        inside = F.pad(fill(None), (wide, wide, high, high, 0, 0), mode=mode) if high or wide else fill(None)
+        return torch.cat([*[inside[:, :, :1]] * before, inside, *[inside[:, :, -1:]] * after], 2)
+    batch, channels, frames, height, width = x.shape
+    shape = (batch, before + frames + after, height + 2 * high, width + 2 * wide, channels)
+    buffer = torch.empty(shape, dtype=x.dtype, device=x.device).permute(0, 4, 1, 2, 3)
+    body = buffer[:, :, before : before + frames]
+    fill(body[:, :, :, high : high + height, wide : wide + width])
+    for axis, edge, size in ((3, high, height), (4, wide, width)):
+        for i in range(edge):
+            mirrored = (2 * edge - i, edge + size - 2 - i) if mode == "reflect" else (edge, edge + size - 1)
+            body.select(axis, i).copy_(body.select(axis, mirrored[0]))
+            body.select(axis, edge + size + i).copy_(body.select(axis, mirrored[1]))
+    buffer[:, :, :before] = body[:, :, :1]
+    buffer[:, :, before + frames :] = body[:, :, -1:]
+    return buffer
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)

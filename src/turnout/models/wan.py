@@ -1,0 +1,326 @@
+"""The causal video VAE of Wan 2.1 and 2.2, and Qwen-Image's, which has the same parts under other names.
+
+Every convolution keeps its last frames for the next chunk. The list that holds them is the stock model's own, entry by entry, so its
+tiling and slicing keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.patch import Adapter
+from turnout.models.video import as_video, causal_conv, may_write, per_frame
+
+Stage = Callable[["Tensor", "list | None", "list[int]"], Tensor]
+
+PIECE = 2  # frames, as many as a convolution of depth 3 keeps
+START = "Rep"  # the stock model's mark: the first frame has passed, the next ones are doubled in time
+
+
+def _norm(norm: Any, x: Tensor, *, silu: bool = True) -> Tensor:
+    bias = norm.bias if isinstance(norm.bias, Tensor) else None
+    return turnout.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize")
+
+
+def _remembering(conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int], residual: Tensor | None = None) -> Tensor:
+    """One convolution behind its own entry of the stock model's list."""
+    slot = feat_idx[0]
+    cache = None if feat_cache is None else feat_cache[slot]
+    y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=(conv._padding[2], conv._padding[0]), residual=residual)
+    if feat_cache is not None:
+        feat_cache[slot] = kept
+        feat_idx[0] += 1
+    return y
+
+
+def _not_silu(module: Any) -> Iterable[str]:
+    if not isinstance(module.nonlinearity, nn.SiLU):
+        yield f"activation {type(module.nonlinearity).__name__}, this adapter needs SiLU"
+
+
+class CausalConv(Adapter):
+    """cache, input and padding written once"""
+
+    exact = True
+    covers = True
+
+    def forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        wide, _, high, _, before, _ = self._padding
+        if not (wide or high or before) or not may_write(x, self.weight):
+            with_cache = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+            return with_cache(x, cache_x) if wide or high or before else turnout.conv3d(x, self.weight, self.bias, self.stride)
+        held = 0 if cache_x is None or not before else cache_x.shape[2]
+        place = None if not held else (cache_x.shape, cache_x.stride())  # pyright: ignore[reportOptionalMemberAccess]
+        shape, strides = _padded_layout(x.shape, x.stride(), place, self._padding)
+        whole = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        start, height, width = before - held, x.shape[3], x.shape[4]
+        whole[:, :, :start].zero_()
+        body = whole[:, :, start:]
+        for axis, edge, size in ((3, high, height), (4, wide, width)):
+            body.narrow(axis, 0, edge).zero_()
+            body.narrow(axis, edge + size, edge).zero_()
+        inside = body[:, :, :, high : high + height, wide : wide + width]
+        if held:
+            inside[:, :, :held].copy_(cache_x)  # pyright: ignore[reportArgumentType]
+        inside[:, :, held:].copy_(x)
+        return turnout.conv3d(whole, self.weight, self.bias, self.stride)
+
+
+@functools.cache
+def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
+    """Shape and strides that concatenation and padding would give: a convolution of another layout is not the same bit for bit."""
+    x = torch.empty_strided(shape, strides, device="meta")
+    pads = list(padding)
+    if cache is not None:
+        x = torch.cat([torch.empty_strided(*cache, device="meta"), x], 2)
+        pads[4] -= cache[0][2]
+    whole = F.pad(x, pads)
+    return whole.shape, whole.stride()
+
+
+class ResidualBlock(Adapter):
+    """norm with SiLU; cache, bias and residual in the convolution"""
+
+    covers = True
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        return _not_silu(instance)
+
+    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
+        if self.training and self.dropout.p > 0:
+            return super().forward(x, feat_cache, feat_idx)  # pyright: ignore[reportAttributeAccessIssue]
+        shortcut = self.conv_shortcut
+        residual = x if isinstance(shortcut, nn.Identity) else turnout.conv3d(x, shortcut.weight, shortcut.bias)
+        x = _remembering(self.conv1, _norm(self.norm1, x), feat_cache, feat_idx)
+        x = _norm(self.norm2, x)  # what it was made of is free before the convolution needs memory
+        return _remembering(self.conv2, x, feat_cache, feat_idx, residual)
+
+
+class AttentionBlock(Adapter):
+    """one head as wide as the block, no layout flips"""
+
+    covers = True
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        batch, _, _, height, width = x.shape
+        frames = per_frame(x)
+        normed = _norm(self.norm, frames, silu=False)
+        tokens = normed.flatten(2).transpose(1, 2)  # [frames, H*W, C]
+        qkv = F.linear(tokens, self.to_qkv.weight.flatten(1), self.to_qkv.bias)
+        q, k, v = qkv[:, None].chunk(3, -1)
+        found = turnout.attention(q, k, v)[:, 0]
+        found = F.linear(found, self.proj.weight.flatten(1), self.proj.bias)
+        return as_video(found.transpose(1, 2).unflatten(2, (height, width)), batch) + x
+
+
+class Resample(Adapter):
+    """upsampling folded into its convolution"""
+
+    covers = True
+
+    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
+        if self.mode in ("upsample2d", "upsample3d"):
+            return self.doubled_in_space(self.doubled_in_time(x, feat_cache, feat_idx))
+        if self.mode in ("downsample2d", "downsample3d"):
+            conv = self.resample[1]
+            x = as_video(turnout.conv2d(F.pad(per_frame(x), (0, 1, 0, 1)), conv.weight, conv.bias, conv.stride), x.shape[0])
+        if self.mode == "downsample3d" and feat_cache is not None:
+            x = self._halved_in_time(x, feat_cache, feat_idx)
+        return x
+
+    def doubled_in_space(self: Any, x: Tensor, *unused: Any) -> Tensor:
+        conv = self.resample[1]
+        return as_video(turnout.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0])
+
+    def doubled_in_time(self: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
+        if self.mode != "upsample3d" or feat_cache is None:
+            return x
+        slot = feat_idx[0]
+        feat_idx[0] += 1
+        if feat_cache[slot] is None:
+            feat_cache[slot] = START
+            return x
+        cache = None if isinstance(feat_cache[slot], str) else feat_cache[slot]
+        conv = self.time_conv
+        y, feat_cache[slot] = causal_conv(x, conv.weight, conv.bias, cache, padding=(0, 0))
+        pairs = y.unflatten(1, (2, -1))  # [B, 2, C, T, H, W]: two frames side by side in the channels
+        return pairs.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)
+
+    def _halved_in_time(self: Any, x: Tensor, feat_cache: list, feat_idx: list[int]) -> Tensor:
+        slot = feat_idx[0]
+        feat_idx[0] += 1
+        before, feat_cache[slot] = feat_cache[slot], x[:, :, -1:].clone()
+        if before is None:
+            return x
+        conv = self.time_conv
+        return turnout.conv3d(torch.cat([before[:, :, -1:], x], 2), conv.weight, conv.bias, conv.stride)
+
+
+class ResidualUpBlock(Adapter):
+    """the shortcut is added where it lands, never built"""
+
+    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], first_chunk: bool = False) -> Tensor:  # noqa: B006
+        y = x
+        for resnet in self.resnets:
+            y = resnet(y, feat_cache=feat_cache, feat_idx=feat_idx)
+        if self.upsampler is not None:
+            y = self.upsampler(y, feat_cache=feat_cache, feat_idx=feat_idx)
+        return y if self.avg_shortcut is None else _add_repeated(y, x, self.avg_shortcut, first_chunk)
+
+
+def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> Tensor:
+    """y + shortcut(x), where the shortcut repeats x in time and space, and takes the repeats from neighbouring channels if there are more
+    of those: channel c of repeat r comes from channel (c * repeats + r) // shortcut.repeats of x."""
+    in_time, in_space = shortcut.factor_t, shortcut.factor_s
+    spread = (in_time, in_space, in_space)
+    each, rest = _split(spread, x.shape[1], y.shape[1])
+    if rest != 1 or not may_write(x, y):
+        return y + shortcut(x, first_chunk=first_chunk)
+    # [B, C, t, h, w, T, H, W] with repeats t, h, w of size 1 wherever all of them are the same
+    repeats = x.unflatten(1, (y.shape[1], *each))
+    skipped = in_time - 1 if first_chunk else 0
+    repeats = repeats.expand(-1, -1, *spread, -1, -1, -1)[:, :, skipped:]
+    places = y.unflatten(4, (-1, in_space)).unflatten(3, (-1, in_space)).unflatten(2, (-1, in_time - skipped))  # [B, C, T, t, H, h, W, w]
+    places.permute(0, 1, 3, 5, 7, 2, 4, 6).add_(repeats)
+    return y
+
+
+def _split(spread: tuple[int, ...], before: int, after: int) -> tuple[list[int], int]:
+    """How many of x's channels each repeat axis picks from, and what is left over (1: the shortcut is made of whole repeats)."""
+    left = before // after if before % after == 0 else 0
+    each = []
+    for size in spread:
+        taken = size if left % size == 0 and left > 0 else 1
+        each.append(taken)
+        left //= taken
+    return each, left
+
+
+class Decoder(Adapter):
+    """channels-last from the first convolution to the last"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        return _not_silu(instance)
+
+    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], **first: bool) -> Tensor:  # noqa: B006
+        x = _remembering(self.conv_in, x, feat_cache, feat_idx)
+        x = self.mid_block(x, feat_cache, feat_idx)
+        return self._up(list(self._stages(first)), x, feat_cache, feat_idx)
+
+    def _stages(self: Any, first: dict[str, bool]) -> Iterator[Stage]:
+        """What stands between the middle block and the head. The parts of a block are called one by one: a call of the whole block would
+        keep its input alive to the end."""
+        for block in self.up_blocks:
+            if hasattr(block, "avg_shortcut") or block._forward_hooks or block._forward_pre_hooks:
+                yield functools.partial(block, **first)
+                continue
+            yield from block.resnets
+            for resample in block.upsamplers or ():
+                yield resample.doubled_in_time
+                yield resample.doubled_in_space
+
+    def _up(self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
+        """The stages that are left, and the head. The large ones see few frames at a time: they are causal, so nothing changes but the
+        memory they need, and a piece as long as a cache becomes the cache without being copied."""
+        for i, stage in enumerate(stages):
+            if x.shape[2] > PIECE and feat_cache is not None:
+                start, parts = feat_idx[0], []
+                for piece in x.split(PIECE, 2):
+                    feat_idx[0] = start
+                    parts.append(self._up(stages[i:], piece, feat_cache, feat_idx))
+                return torch.cat(parts, 2)
+            x = stage(x, feat_cache, feat_idx)
+        return _remembering(self.conv_out, _norm(self.norm_out, x), feat_cache, feat_idx)
+
+
+class Encoder(Adapter):
+    """channels-last from the first convolution to the last"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        return _not_silu(instance)
+
+    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
+        x = _remembering(self.conv_in, x, feat_cache, feat_idx)
+        for layer in self.down_blocks:
+            x = layer(x) if hasattr(layer, "to_qkv") else layer(x, feat_cache, feat_idx)
+        x = self.mid_block(x, feat_cache, feat_idx)
+        return _remembering(self.conv_out, _norm(self.norm_out, x), feat_cache, feat_idx)
+
+
+class Autoencoder(Adapter):
+    """frames go straight to their place in the video"""
+
+    exact = True
+
+    def _decode(self: Any, z: Tensor, return_dict: bool = True) -> Any:
+        tile = self.spatial_compression_ratio
+        if self.use_tiling and (z.shape[-1] > self.tile_sample_min_width // tile or z.shape[-2] > self.tile_sample_min_height // tile):
+            return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        video = DecodeStream(self).decode(z)
+        return DecoderOutput(sample=video) if return_dict else (video,)
+
+
+class DecodeStream:
+    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip.
+
+    vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
+    the model, so one model serves several streams.
+
+    >>> import torch
+    >>> from diffusers import AutoencoderKLWan
+    >>> from turnout.models import DecodeStream
+    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    >>> stream = DecodeStream(vae)
+    >>> with torch.no_grad():
+    ...     [stream.decode(torch.randn(1, 2, latents, 2, 2)).shape[2] for latents in (1, 1, 2)]
+    [1, 4, 8]
+    """
+
+    def __init__(self, vae: Any):
+        if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
+            raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
+        self.vae = vae
+        self.cache: list = [None] * vae._cached_conv_counts["decoder"]
+        self.begun = False
+
+    def decode(self, z: Tensor) -> Tensor:
+        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others."""
+        latents = self.vae.post_quant_conv(z)
+        chunks = (self._next(latents[:, :, i : i + 1]) for i in range(z.shape[2]))
+        per_latent = 2 ** sum(self.vae.temperal_upsample)
+        total = z.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
+        first = next(chunks)
+        if not may_write(first):
+            return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
+        video = torch.empty((*first.shape[:2], total, *first.shape[3:]), dtype=first.dtype, device=first.device)
+        filled = 0
+        for part in itertools.chain([first], chunks):
+            torch.clamp(part, -1.0, 1.0, out=video[:, :, filled : filled + part.shape[2]])
+            filled += part.shape[2]
+        return video
+
+    def _next(self, latent: Tensor) -> Tensor:
+        first = {} if "Qwen" in type(self.vae).__name__ else {"first_chunk": not self.begun}
+        self.begun = True
+        frames = self.vae.decoder(latent, feat_cache=self.cache, feat_idx=[0], **first)
+        patch = getattr(self.vae.config, "patch_size", None)
+        return frames if patch is None else _unpatched(frames, patch)
+
+
+def _unpatched(x: Tensor, patch: int) -> Tensor:
+    """`[B, C*p*p, T, H, W]` to `[B, C, T, H*p, W*p]`: the first p of the channels runs along the width."""
+    x = x.unflatten(1, (-1, patch, patch))  # [B, C, p, p, T, H, W]
+    return x.permute(0, 1, 4, 5, 3, 6, 2).flatten(5, 6).flatten(3, 4)

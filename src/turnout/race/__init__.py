@@ -1,0 +1,1 @@
+"""turnout race: a stock model against the same model accelerated, side by side."""

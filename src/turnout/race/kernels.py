@@ -1,0 +1,134 @@
+"""What ran when: the kernels of one call by kind, and the routes behind them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from turnout.routing.op import OPS, Op
+
+# The first kind whose word is in a kernel's name. Names are cuDNN's, cuBLAS's, torch's, and those of turnout's own kernels.
+KINDS = {
+    "layout": ("nchwtonhwc", "nhwctonchw", "nchw2nhwc", "nhwc2nchw", "contiguous", "to_copy"),
+    "attention": ("flash", "fmha", "attention", "sdpa", "attend"),
+    "norm": ("norm", "moments", "rms_", "welford"),
+    "conv": ("fprop", "conv", "implicit_gemm", "narrow_out", "xmma_new", "upsample_gemm", "cutlass__5x_cudnn", "cudnn_generated"),
+    "gemm": ("gemm", "nvjet", "cublas", "linear", "addmm", "::mm", "bmm", "matmul", "cutlass"),
+    "copy": ("copy", "memcpy", "catarray", "::cat", "clone", "pad", "im2col", "col2im"),
+    "fill": ("fill", "memset", "zero", "::empty"),
+    "scan": ("scan", "selective"),
+    "resample": ("upsample", "interpolate", "nearest"),
+    "reduce": ("reduce", "::sum", "::mean", "softmax"),
+    "elementwise": ("elementwise", "::mul", "::add", "::silu", "::sigmoid", "::div", "::sub", "::pow", "::rsqrt", "::clamp", "::exp"),
+}
+
+
+def kind_of(name: str) -> str:
+    low = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), "other")
+
+
+class Kernel(NamedTuple):
+    """One kernel (on a CPU: one op of torch): name, start and length in milliseconds."""
+
+    name: str
+    start: float
+    length: float
+
+
+@dataclass
+class Share:
+    """What the calls of one op took down one route: how often, how long, and why that route."""
+
+    op: str
+    route: str
+    calls: int
+    ms: float
+    share: float
+    why: str
+
+
+@dataclass
+class Trace:
+    """One call of a model, kernel by kernel."""
+
+    kernels: list[Kernel]
+    routes: list[Share] = field(default_factory=list)
+
+    @property
+    def busy(self) -> float:
+        return sum(kernel.length for kernel in self.kernels)
+
+    def by_kind(self) -> dict[str, float]:
+        total: dict[str, float] = collections.defaultdict(float)
+        for kernel in self.kernels:
+            total[kind_of(kernel.name)] += kernel.length
+        return {kind: round(ms, 3) for kind, ms in sorted(total.items(), key=lambda item: -item[1])}
+
+    def longest(self, count: int = 10) -> list[tuple[str, int, float]]:
+        """The kernels that took longest in all: name, how often, milliseconds."""
+        spent: dict[str, float] = collections.defaultdict(float)
+        often: collections.Counter[str] = collections.Counter()
+        for kernel in self.kernels:
+            spent[kernel.name] += kernel.length
+            often[kernel.name] += 1
+        return [(name, often[name], ms) for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:count]]
+
+
+def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Trace:
+    """Run once under torch's profiler; `routes`: whether routed ops are called, and which of them is to be known."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] * (routes or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
+    with _named_calls() as why, profile(activities=activities) as profiler:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    events = list(profiler.events() or [])
+    wanted = "CUDA" if on_gpu else "CPU"
+    kernels = [
+        Kernel(event.name, event.time_range.start / 1e3, (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3)
+        for event in events
+        if event.device_type.name == wanted and event.name not in why and not event.name.startswith(("ProfilerStep", "cuda", "cudnn::"))
+    ]
+    kernels = [kernel for kernel in kernels if kernel.length > 0]
+    trace = Trace(sorted(kernels, key=lambda kernel: kernel.start))
+    taken: dict[str, list[float]] = collections.defaultdict(list)
+    for event in events:
+        if event.name in why and event.device_type.name == "CPU":
+            taken[event.name].append((event.device_time_total if on_gpu else event.cpu_time_total) / 1e3)
+    for name, times in sorted(taken.items(), key=lambda item: -sum(item[1])):
+        op, _, route = name.removeprefix("turnout::").partition("/")
+        trace.routes.append(Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name]))
+    return trace
+
+
+@contextlib.contextmanager
+def _named_calls() -> Iterator[dict[str, str]]:
+    """Inside, every routed call is a named range of the profiler: "turnout::<op>/<route>". Yields name to reason."""
+    why: dict[str, str] = {}
+
+    def named(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            verdict = op.verdict(op.key(args))
+            name = f"turnout::{op.name}/{verdict.chosen}"
+            why.setdefault(name, f"{verdict.authority}: {verdict.why}")
+            with torch.profiler.record_function(name):
+                return call(*args)
+
+        return run
+
+    before = {op: op.call for op in OPS.values()}
+    try:
+        for op, call in before.items():
+            op.call = named(op, call)
+        yield why
+    finally:
+        for op, call in before.items():
+            op.call = call

@@ -1,0 +1,234 @@
+"""Every model that is known, as small as it can be, and one call to make of each."""
+
+import functools
+
+import torch
+
+KL = {
+    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "block_out_channels": [16, 32],
+    "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4,
+}  # fmt: skip
+
+
+def wan():
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+
+
+def wan22():
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(
+        base_dim=8, decoder_base_dim=8, z_dim=6, is_residual=True, in_channels=12, out_channels=12, patch_size=2, num_res_blocks=1,
+        scale_factor_spatial=16, latents_mean=[0.0] * 6, latents_std=[1.0] * 6,
+    )  # fmt: skip
+
+
+def qwen_image_vae():
+    from diffusers import AutoencoderKLQwenImage
+
+    return AutoencoderKLQwenImage(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+
+
+def flux_vae():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(**KL, use_quant_conv=False, use_post_quant_conv=False)
+
+
+def sdxl_vae():
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(**KL)
+
+
+def flux2_vae():
+    from diffusers import AutoencoderKLFlux2
+
+    return AutoencoderKLFlux2(**KL)
+
+
+def ltx():
+    from diffusers import AutoencoderKLLTXVideo
+
+    blocks = (8, 16, 16)
+    return AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=blocks, decoder_block_out_channels=blocks, layers_per_block=(1,) * 4,
+        decoder_layers_per_block=(1,) * 4, spatio_temporal_scaling=(True, True, False), decoder_spatio_temporal_scaling=(True, True, False),
+        decoder_inject_noise=(False,) * 4, upsample_residual=(False,) * 3, upsample_factor=(1,) * 3,
+        down_block_types=("LTXVideoDownBlock3D",) * 3, downsample_type=("conv",) * 3,
+    )  # fmt: skip
+
+
+def ltx_timestep():
+    """0.9.5 and later: a time step scales the norms, upsampling has a residual."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    return AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=(8, 8, 16), decoder_block_out_channels=(8, 16), layers_per_block=(1,) * 3,
+        decoder_layers_per_block=(1,) * 3, spatio_temporal_scaling=(True,) * 2, decoder_spatio_temporal_scaling=(True,) * 2,
+        decoder_inject_noise=(False,) * 3, upsample_residual=(True,) * 2, upsample_factor=(2,) * 2, timestep_conditioning=True,
+        down_block_types=("LTXVideo095DownBlock3D",) * 2, downsample_type=("spatial", "spatiotemporal"),
+    )  # fmt: skip
+
+
+def ltx2():
+    from diffusers import AutoencoderKLLTX2Video
+
+    return AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8, 8, 16, 32), decoder_block_out_channels=(8, 16, 32), layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4,
+    )  # fmt: skip
+
+
+def hunyuan():
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    return AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
+
+
+def cogvideox():
+    from diffusers import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX(
+        latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_height=32, sample_width=48
+    )
+
+
+def flux():
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
+        in_channels=4, guidance_embeds=True, axes_dims_rope=(4, 4, 8),
+    )  # fmt: skip
+
+
+def wan_transformer():
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel(
+        num_layers=1, num_attention_heads=2, attention_head_dim=12, text_dim=8, freq_dim=8, ffn_dim=16, in_channels=4, out_channels=4
+    )
+
+
+def qwen_image():
+    from diffusers import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
+        axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+
+
+def mamba():
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4))
+
+
+def mamba2():
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    sizes = {"hidden_size": 16, "state_size": 8, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
+    return Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=2, vocab_size=64, expand=2, **sizes))
+
+
+def bamba():
+    """A hybrid: one layer of Mamba-2, one of attention."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
+    return BambaForCausalLM(BambaConfig(
+        num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        attn_layer_indices=[1], **sizes,
+    ))  # fmt: skip
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def decode(*shape):
+    return lambda model: model.decode(random(*shape).to(model.dtype)).sample
+
+
+def call_flux(model):
+    places = torch.stack([torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4], 1)
+    half = torch.full((2,), 0.5, dtype=model.dtype)
+    return model(
+        hidden_states=random(2, 12, 4).to(model.dtype), encoder_hidden_states=random(2, 5, 8).to(model.dtype),
+        pooled_projections=random(2, 8).to(model.dtype), timestep=half, guidance=half, img_ids=places, txt_ids=torch.zeros(5, 3),
+    ).sample  # fmt: skip
+
+
+def call_wan(model):
+    text = random(1, 7, 8).to(model.dtype)
+    return model(random(1, 4, 3, 4, 6).to(model.dtype), timestep=torch.tensor([500]), encoder_hidden_states=text).sample
+
+
+def call_qwen_image(model):
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
+    return model(
+        hidden_states=random(2, 12, 4).to(model.dtype), encoder_hidden_states=random(2, 5, 8).to(model.dtype),
+        encoder_hidden_states_mask=mask, timestep=torch.full((2,), 0.5, dtype=model.dtype), img_shapes=[[(1, 3, 4)]] * 2,
+    ).sample  # fmt: skip
+
+
+def tokens():
+    return torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model):
+    return model(tokens()).logits
+
+
+# name: how to make it, what to call, the op that must have been called
+ZOO = {
+    "wan": (wan, decode(1, 4, 3, 4, 6), "causal_conv3d"),
+    "wan22": (wan22, decode(2, 6, 3, 2, 4), "causal_conv3d"),
+    "qwen-image-vae": (qwen_image_vae, decode(1, 4, 1, 4, 6), "causal_conv3d"),
+    "flux-vae": (flux_vae, decode(2, 4, 8, 12), "group_norm_silu"),
+    "sdxl-vae": (sdxl_vae, decode(1, 4, 8, 12), "upsample_conv2d"),
+    "flux2-vae": (flux2_vae, decode(1, 4, 8, 12), "group_norm_silu"),
+    "ltx": (ltx, decode(2, 4, 2, 3, 4), "rms_norm_silu_into"),
+    "ltx-timestep": (
+        ltx_timestep, lambda model: model.decode(random(1, 4, 2, 3, 4).to(model.dtype), torch.full((1,), 0.05, dtype=model.dtype)).sample,
+        "rms_norm_silu_into",
+    ),
+    "ltx2": (ltx2, decode(1, 4, 2, 3, 4), "rms_norm_silu_into"),
+    "hunyuan": (hunyuan, decode(2, 4, 3, 4, 6), "group_norm_silu_into"),
+    "cogvideox": (cogvideox, decode(1, 4, 3, 4, 6), "causal_conv3d"),
+    "flux": (flux, call_flux, "norm_rope"),
+    "wan-transformer": (wan_transformer, call_wan, "norm_rope"),
+    "qwen-image": (qwen_image, call_qwen_image, "norm_rope"),
+    "mamba": (mamba, logits, "causal_conv1d"),
+    "mamba2": (mamba2, logits, "causal_conv1d"),
+    "bamba": (bamba, logits, "causal_conv1d"),
+}  # fmt: skip
+
+# what encoders are called with: one frame and one chunk
+CLIPS = {
+    "wan": (1, 3, 5, 32, 32), "wan22": (1, 3, 5, 32, 32), "qwen-image-vae": (1, 3, 1, 32, 32), "flux-vae": (1, 3, 16, 24),
+    "ltx": (1, 3, 5, 32, 32), "ltx-timestep": (1, 3, 5, 32, 32), "ltx2": (1, 3, 9, 64, 64), "hunyuan": (1, 3, 9, 32, 32),
+    "cogvideox": (1, 3, 9, 32, 48),
+}  # fmt: skip
+
+
+@functools.cache
+def _weights(name):
+    torch.manual_seed(0)
+    model = ZOO[name][0]().eval()
+    with torch.no_grad():  # norms start as ones and zeros, which would hide a weight that is not used
+        for parameter in model.parameters():
+            if parameter.dim() == 1 or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.state_dict()
+
+
+def made(name, dtype=torch.float32):
+    """A model in evaluation mode, always with the same weights."""
+    model = ZOO[name][0]()
+    model.load_state_dict(_weights(name))
+    return torch.nn.Module.to(model, dtype).eval()
