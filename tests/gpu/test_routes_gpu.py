@@ -23,13 +23,14 @@ cases = pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op.name}-{case}".
 
 @cases
 def test_every_route_takes_every_case_right(op, case):
+    """In its first configuration; `tune` holds the others to the same before it times them, and nothing else takes them."""
     args = op.arguments(*case.make(GPU, 1))
     trial = Trial(op, args)
     device, problem = Device.of(GPU), op.problem(*args)
     for route in op.routes.values():
         if any(route.refuses(problem, device)):
             continue
-        for config in route.configs(problem, device):
+        for config in route.configs(problem, device)[:1]:
             run = functools.partial(route.run, **config)
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
@@ -39,16 +40,16 @@ def test_every_route_takes_every_case_right(op, case):
 @gpu_routes
 def test_random_layouts_are_exact(op, route):
     """Every call may be a kernel of its own to compile, hence the limit."""
-    taken, end = 0, time.monotonic() + 40
+    taken, end = 0, time.monotonic() + 15
     device = Device.of(GPU)
-    for seed in range(80):
-        if taken > 12 and time.monotonic() > end:
+    for seed in range(2000):
+        if taken > 5 and (taken == 80 or time.monotonic() > end):
             break
         args = random_call(op, seed, GPU)
         if any(route.refuses(op.problem(*args), device)):
             continue
         taken += 1
-        for config in route.configs(op.problem(*args), device):
+        for config in route.configs(op.problem(*args), device)[:1]:
             assert equal(op, functools.partial(route.run, **config), args), seed
     assert taken > 5
 

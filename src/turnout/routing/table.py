@@ -97,7 +97,7 @@ class Table:
             return None
         (low, low_row), (high, high_row) = sizes[above - 1], sizes[above]
         note = f"between measured sizes {low} and {high}{self.origin}"
-        a, b = (_usable(op, problem, device, row, note) for row in (low_row, high_row))
+        a, b = (_usable(op, problem, device, row, note, nearby=True) for row in (low_row, high_row))
         if a is None or b is None:
             return None
         part = math.log(size / low) / math.log(high / low)
@@ -119,8 +119,9 @@ class Table:
         return exact, families
 
 
-def _usable(op: Op, problem: Any, device: Device, row: Row, note: str) -> Measurement | None:
-    """Only what was measured with the code of today counts, and only configurations the route itself offers."""
+def _usable(op: Op, problem: Any, device: Device, row: Row, note: str, *, nearby: bool = False) -> Measurement | None:
+    """Only what was measured with the code of today counts, and only configurations the route itself offers; for a problem nearby the
+    route's first stands in for one that it does not offer."""
     us: dict[str, float] = {REFERENCE: row.us[REFERENCE]}
     configs: dict[str, Mapping[str, Any]] = {}
     for name, time in row.us.items():
@@ -129,9 +130,11 @@ def _usable(op: Op, problem: Any, device: Device, row: Row, note: str) -> Measur
             continue
         if any(route.refuses(problem, device)):
             continue
-        config = row.config.get(name, {})
-        if config not in list(route.configs(problem, device)):
-            continue
+        config, offered = row.config.get(name, {}), list(route.configs(problem, device))
+        if config not in offered:
+            if not nearby or not offered:
+                continue
+            config = offered[0]
         us[name], configs[name] = time, config
     return Measurement(us, configs, note) if configs else None
 
@@ -155,7 +158,8 @@ def _decode(hint: Any, value: Any) -> Any:
     if isinstance(value, list) and inner is not None:  # a problem inside a problem
         hints = typing.get_type_hints(inner)
         return inner(*(_decode(hints[name], part) for name, part in zip(inner._fields, value, strict=True)))
-    return tuple(_decode(None, part) for part in value) if isinstance(value, list) else value
+    of_parts = next(iter(typing.get_args(hint)), None)  # tuple[X, ...]
+    return tuple(_decode(of_parts, part) for part in value) if isinstance(value, list) else value
 
 
 class Tables:
