@@ -33,7 +33,7 @@ def floating_calls(op, route, count):
 
 @cpu_routes
 def test_opcheck_with_the_route_pinned(op, route):
-    for args in floating_calls(op, route, 6 if len(op.routes) < 6 else 2):
+    for args in floating_calls(op, route, 3 if len(op.routes) < 6 else 2):
         with turnout.pin(**{op.name: route.name}):
             torch.library.opcheck(op.opaque, args)
             if op.mutates:
@@ -44,7 +44,7 @@ def test_opcheck_with_the_route_pinned(op, route):
 
 @cpu_routes
 def test_fullgraph_with_the_route_pinned(op, route):
-    for args in floating_calls(op, route, 3):
+    for args in floating_calls(op, route, 2):
         with turnout.pin(**{op.name: route.name}):
             assert equal(op, torch.compile(lambda *a: op(*a), fullgraph=True, backend="aot_eager"), args)
 

@@ -14,7 +14,7 @@ from turnout.routing.case import copy
 from turnout.routing.verify import Trial
 
 SMALL = {"block": 64, "vectors": 4, "channels": 16, "groups": 2, "rows": 2}
-ENOUGH, SECONDS = 8, 3  # checks at least, and how long to go on for more
+ENOUGH, SECONDS = 6, 1.5  # checks at least, and how long to go on for more
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 

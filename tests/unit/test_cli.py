@@ -14,9 +14,9 @@ def turnout(*words, code=0):
 
 
 def test_help_has_examples():
-    assert all(command in turnout("--help") for command in ("doctor", "explain", "bench", "tune"))
-    for command in ("doctor", "explain", "bench", "tune"):
-        assert "Example" in turnout(command, "--help")
+    said, commands = turnout("--help"), ("doctor", "explain", "bench", "tune", "race")
+    assert all(command in said for command in commands)
+    assert all("Example" in turnout(command, "--help") for command in commands)
 
 
 def test_explain_for_a_card_that_is_not_here():

@@ -11,6 +11,8 @@ import torch
 
 from turnout.routing.device import Device
 
+HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @functools.cache
 def installed(package: str) -> bool:
@@ -34,6 +36,13 @@ def needs_numba(device: Device) -> Iterator[str]:
         yield f"device {device.name}, this route needs a CPU"
     if not installed("numba"):
         yield "Numba is not installed, this route needs pip install 'turnout[cpu]'"
+
+
+def needs_half_or_single(**named: torch.dtype | None) -> Iterator[str]:
+    """What is there has a type that kernels take; the name says which tensor has not."""
+    for name, dtype in named.items():
+        if dtype is not None:
+            yield from (f"{name} of {reason}" for reason in needs_dtype(dtype, *HALF_AND_SINGLE))
 
 
 def needs_dtype(dtype: torch.dtype, *allowed: torch.dtype) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.ops.attention import costs, padding
+from turnout.routing.choose import plain
 from turnout.routing.op import Op, Work
 
 
@@ -72,10 +73,6 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             raise ValueError(f"mask is {list(mask.shape)}, it needs to broadcast to {list(scores)}")
         if mask.dtype not in (torch.bool, q.dtype):
             raise ValueError(f"mask is {plain(mask.dtype)}, it needs to be bool or q's dtype {plain(q.dtype)}")
-
-
-def plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:

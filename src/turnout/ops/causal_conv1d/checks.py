@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.routing.choose import plain
+
 ACTIVATIONS = (None, "silu")
 
 
@@ -81,10 +83,6 @@ def check_ends(cu_seqlens: Tensor, x: Tensor) -> None:
         _checked = (lambda: None, 0, 0)
         shown = ", ".join(map(str, ends if len(ends) <= 8 else [*ends[:3], "...", *ends[-3:]]))
         raise ValueError(f"cu_seqlens is [{shown}], it needs to rise from 0 to x's length {x.shape[2]}")
-
-
-def plain(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _shape(name: str, tensor: Tensor, needed: tuple[int, ...], meaning: str) -> None:

@@ -15,7 +15,6 @@ from turnout.ops.layouts import flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 32  # taps are written out in the Triton kernels; more than these compile slowly and are not one short convolution any more
 LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offsets have 64
 
@@ -26,10 +25,8 @@ LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offset
 def refuses_anywhere(problem: CausalConv1d) -> Iterator[str]:
     if problem.elements == 0:
         yield "nothing to convolve, this route needs at least one element"
-    yield from needs.needs_dtype(problem.dtype, *HALF_AND_SINGLE)
-    for name, dtype in (("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
-        if dtype is not None:
-            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    yield from needs.needs_dtype(problem.dtype, *needs.HALF_AND_SINGLE)
+    yield from needs.needs_half_or_single(weight=problem.weight_dtype, bias=problem.bias_dtype)
 
 
 def refuses_on_gpu(problem: CausalConv1d, device: Device) -> Iterator[str]:

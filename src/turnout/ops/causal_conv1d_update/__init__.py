@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.ops.causal_conv1d import channel_last, dense
-from turnout.ops.causal_conv1d.checks import check_filter, plain
+from turnout.ops.causal_conv1d.checks import check_filter
+from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
-from turnout.ops.causal_conv1d.routes import HALF_AND_SINGLE, LONGEST, WIDEST
+from turnout.ops.causal_conv1d.routes import LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
 from turnout.ops.layouts import flat
 from turnout.routing.device import Device
@@ -23,9 +23,7 @@ def refuses_anywhere(problem: CausalConv1dUpdate) -> Iterator[str]:
     if problem.state_length == 0:
         yield "a state of length 0, this route needs at least 1"
     named = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype, "conv_state": problem.state_dtype}
-    for name, dtype in named.items():
-        if dtype is not None:
-            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    yield from needs.needs_half_or_single(**named)
 
 
 def refuses_on_gpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]:

@@ -9,11 +9,10 @@ from math import prod
 import torch
 
 from turnout.ops.convolution.problem import Convolution
-from turnout.ops.needs import needs_dtype
+from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype
 from turnout.routing.device import Device
 
 HALVES = (torch.float16, torch.bfloat16)
-HALF_AND_SINGLE = (torch.float32, *HALVES)
 LONGEST_SUM = 288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
 
 

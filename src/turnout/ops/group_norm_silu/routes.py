@@ -14,7 +14,6 @@ from turnout.ops.group_norm_silu.launches import block_of, planes_plan, rows_pla
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 LARGE = 2**20  # elements from which on a second configuration is worth trying
 WIDEST_GROUP = 4096  # channels of a group, channels side by side
 
@@ -23,9 +22,7 @@ def refuses_on_gpu(problem: GroupNormSilu, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
-    for name, dtype in (("x", problem.dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
-        if dtype is not None:
-            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
     if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
         yield "an output whose elements share memory, this route needs one place for each"
 

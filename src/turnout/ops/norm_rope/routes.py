@@ -17,7 +17,6 @@ from turnout.ops.norm_rope.launches import one_launch, out_steps, table_steps
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST = 512  # columns of one head
 WIDEST_ON_CPU = 1024  # as wide as the buffer of cpu_kernels
 LARGE = 2**20  # elements from which on a second configuration is worth trying
@@ -27,11 +26,11 @@ MOST_ACROSS = 16384  # columns of all heads, which a program keeps in registers 
 def refuses_anywhere(problem: NormRope) -> Iterator[str]:
     if problem.elements == 0:
         yield "nothing to do, this route needs at least one element"
-    yield from needs.needs_dtype(problem.dtype, *HALF_AND_SINGLE)
+    yield from needs.needs_dtype(problem.dtype, *needs.HALF_AND_SINGLE)
     if problem.weight_dtype is not None:
-        yield from (f"weight of {reason}" for reason in needs.needs_dtype(problem.weight_dtype, *HALF_AND_SINGLE))
+        yield from (f"weight of {reason}" for reason in needs.needs_dtype(problem.weight_dtype, *needs.HALF_AND_SINGLE))
     if problem.table_dtype is not None:
-        yield from (f"table of {reason}" for reason in needs.needs_dtype(problem.table_dtype, *HALF_AND_SINGLE, torch.complex64))
+        yield from (f"table of {reason}" for reason in needs.needs_dtype(problem.table_dtype, *needs.HALF_AND_SINGLE, torch.complex64))
     for what, strides in (("x", [s[-1] for s in problem.strides]), ("the table", [s[-1] for s in problem.table_strides])):
         if any(stride != 1 for stride in strides):
             yield f"columns of {what} {max(strides)} apart, this route needs them side by side"

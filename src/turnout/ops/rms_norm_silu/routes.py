@@ -16,7 +16,6 @@ from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_pl
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 MOST_CHANNELS = 8192  # a program keeps all channels of its positions in registers
 MOST_CPU_CHANNELS = 4096  # as wide as the buffer of cpu_kernels
 THREADS = 128
@@ -26,9 +25,7 @@ LARGE = 2**20  # elements from which on a second configuration is worth trying
 def refuses_anywhere(problem: RmsNormSilu) -> Iterator[str]:
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
-    for name, dtype in (("x", problem.dtype), ("weight", problem.weight_dtype), ("bias", problem.bias_dtype)):
-        if dtype is not None:
-            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(dtype, *HALF_AND_SINGLE))
+    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
     if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
         yield "an output whose elements share memory, this route needs one place for each"
 
