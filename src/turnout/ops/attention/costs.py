@@ -114,8 +114,8 @@ def efficient(problem: Attention, device: Device) -> float | None:
 
 
 def narrow(problem: Attention, device: Device) -> float | None:
-    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs are copied. On an H200 874 us at
-    2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two parts and copied too."""
+    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs are copied. On an H200 874
+    us at 2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two parts and copied too."""
     unpadded = problem._replace(padding=None)
     copied = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
     if device.type == "cpu":
