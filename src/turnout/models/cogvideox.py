@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import turnout
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import as_video, channels_last, may_write, per_frame
 
 
@@ -83,8 +83,7 @@ class ResnetBlock(Adapter):
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from CausalConv.refuses(instance.conv1)
-        if not isinstance(instance.nonlinearity, nn.SiLU):
-            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.nonlinearity)
 
     def forward(
         self: Any, inputs: Tensor, temb: Tensor | None = None, zq: Tensor | None = None, conv_cache: dict | None = None

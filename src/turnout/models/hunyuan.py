@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, Fill, bordered
 
 
@@ -46,8 +46,7 @@ class ResnetBlock(Adapter):
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from CausalConv.refuses(instance.conv1)
-        if not isinstance(instance.nonlinearity, nn.SiLU):
-            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.nonlinearity)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if self.training and self.dropout.p > 0:
@@ -111,8 +110,7 @@ class Coder(Adapter):
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from CausalConv.refuses(instance.conv_out)
-        if not isinstance(instance.conv_act, nn.SiLU):
-            yield f"activation {type(instance.conv_act).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.conv_act)
 
 
 class Decoder(Coder):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import turnout
 from turnout.models.layers import routed_attention
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, needs_silu
 
 
 def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
@@ -29,8 +29,7 @@ class ResnetBlock(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        if not isinstance(instance.nonlinearity, nn.SiLU):
-            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.nonlinearity)
         if instance.upsample is not None or instance.downsample is not None:
             yield "it resamples, this adapter needs a block that does not"
         if instance.time_embedding_norm == "scale_shift":
@@ -80,8 +79,7 @@ class Coder(Adapter):
     def refuses(instance: Any) -> Iterable[str]:
         if not isinstance(instance.conv_norm_out, nn.GroupNorm):
             yield f"last norm {type(instance.conv_norm_out).__name__}, this adapter needs GroupNorm"
-        if not isinstance(instance.conv_act, nn.SiLU):
-            yield f"activation {type(instance.conv_act).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.conv_act)
 
 
 class Decoder(Coder):

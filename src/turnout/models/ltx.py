@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import turnout
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, bordered, channels_last
 
 
@@ -52,8 +52,7 @@ class ResnetBlock(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        if not isinstance(instance.nonlinearity, nn.SiLU):
-            yield f"activation {type(instance.nonlinearity).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.nonlinearity)
         if instance.per_channel_scale1 is not None:
             yield "noise is added between its convolutions, this adapter needs none"
 
@@ -96,8 +95,7 @@ class Decoder(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        if not isinstance(instance.conv_act, nn.SiLU):
-            yield f"activation {type(instance.conv_act).__name__}, this adapter needs SiLU"
+        yield from needs_silu(instance.conv_act)
 
     def forward(self: Any, hidden_states: Tensor, temb: Tensor | None = None, **causal: bool | None) -> Tensor:
         x = hidden_states

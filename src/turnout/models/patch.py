@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from turnout.routing import settings
 
 
@@ -37,6 +39,12 @@ class Adapter:
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         return ()
+
+
+def needs_silu(activation: nn.Module) -> Iterable[str]:
+    """The reason of every adapter that fuses the activation into the norm."""
+    if not isinstance(activation, nn.SiLU):
+        yield f"activation {type(activation).__name__}, this adapter needs SiLU"
 
 
 def patched(instance: object) -> Patch | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import as_video, causal_conv, may_write, per_frame
 
 Stage = Callable[["Tensor", "list | None", "list[int]"], Tensor]
@@ -39,11 +39,6 @@ def _remembering(conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[i
         feat_cache[slot] = kept
         feat_idx[0] += 1
     return y
-
-
-def _not_silu(module: Any) -> Iterable[str]:
-    if not isinstance(module.nonlinearity, nn.SiLU):
-        yield f"activation {type(module.nonlinearity).__name__}, this adapter needs SiLU"
 
 
 class CausalConv(Adapter):
@@ -93,7 +88,7 @@ class ResidualBlock(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return _not_silu(instance)
+        return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         if self.training and self.dropout.p > 0:
@@ -210,7 +205,7 @@ class Decoder(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return _not_silu(instance)
+        return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], **first: bool) -> Tensor:  # noqa: B006
         x = _remembering(self.conv_in, x, feat_cache, feat_idx)
@@ -248,7 +243,7 @@ class Encoder(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return _not_silu(instance)
+        return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         x = _remembering(self.conv_in, x, feat_cache, feat_idx)
