@@ -30,7 +30,7 @@ def test_one_instance_only():
     assert isinstance(one, nn.Linear)
     assert type(one).__name__ == "Linear"
     assert repr(one) == repr(other)
-    assert patch.patched(one) == (nn.Linear, Twice, None)
+    assert patch.patched(one) == (nn.Linear, Twice, None, False)
     assert patch.undo(one)
     assert not patch.undo(one)
     assert type(one) is nn.Linear
@@ -92,6 +92,31 @@ def test_an_unknown_model_gets_its_layers_routed_and_is_told_so():
     assert (model(x) - stock).abs().max() < 1e-5
     turnout.restore(model)
     assert torch.equal(model(x), stock)
+
+
+def test_weights_lie_channels_last_while_patched():
+    from tests.models.zoo import made
+
+    model = made("wan").bfloat16()
+    conv = model.decoder.mid_block.resnets[0].conv1
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    values, strides = conv.weight.clone(), conv.weight.stride()
+    turnout.accelerate(model)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert torch.equal(conv.weight, values)
+    assert any(conv.weight is held for held in optimizer.param_groups[0]["params"])
+    other = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    for each in (model, other):
+        turnout.restore(each)
+        weight = each.decoder.mid_block.resnets[0].conv1.weight
+        assert weight.stride() == strides
+        assert torch.equal(weight, values)
+    turnout.accelerate(model, numerics="exact")
+    assert conv.weight.stride() == strides
+    conv.to(memory_format=torch.channels_last_3d)  # the user's own wish outlives ours
+    turnout.accelerate(model)
+    turnout.restore(model)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last_3d)
 
 
 def test_nothing_to_patch_is_said_loudly():

@@ -78,12 +78,16 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
         name = type(part).__name__
         report.models[path] = f"{name} is known" if _key(part, MODELS) else f"{name} is not known: its single layers are routed"
         covered: tuple[str, ...] = ()
+        channels_last: tuple[str, ...] = ()
         for inner, instance in _instances(part):
-            if not (inner.startswith(covered) and covered):
-                entry = _patch(instance, ".".join(filter(None, (path, inner))), numerics)
-                report.entries += [entry] if entry is not None else []
-                made = patch.patched(instance)
-                covered += (f"{inner}.",) if made is not None and made.adapter.covers else ()
+            relay = inner.startswith(channels_last) and patch.can_relay(instance)
+            adapters = [] if inner.startswith(covered) else _adapters(instance)
+            adapters += [patch.ChannelsLast] if relay else []
+            entry = _patch(instance, ".".join(filter(None, (path, inner))), numerics, adapters, relay=relay)
+            report.entries += [entry] if entry is not None else []
+            made = patch.patched(instance)
+            covered += (f"{inner}.",) if made is not None and made.adapter.covers else ()
+            channels_last += (f"{inner}.",) if made is not None and made.adapter.channels_last else ()
     if not report.patched:
         warnings.warn(f"turnout.accelerate patched nothing\n{report}", TurnoutWarning, stacklevel=2)
     return report
@@ -152,22 +156,25 @@ def _key(instance: object, table: Any) -> str | None:
     return None
 
 
-def _patch(instance: object, path: str, numerics: str | None) -> Entry | None:
-    """Patch one instance by the adapter of its class, or else by that of its kind of layer. None: nothing here is turnout's business."""
-    name = type(instance).__name__
+def _adapters(instance: object) -> list[type[patch.Adapter]]:
+    """The adapter of an instance's class, if it is known, and that of its kind of layer."""
     key = _key(instance, KNOWN)
-    candidates = [KNOWN[key]] if key else []
     layer = layers.adapter_of(instance)
-    candidates += [layer] if layer is not None else []
+    return ([KNOWN[key]] if key else []) + ([layer] if layer is not None else [])
+
+
+def _patch(instance: object, path: str, numerics: str | None, adapters: list[type[patch.Adapter]], *, relay: bool) -> Entry | None:
+    """Patch one instance by the first of the adapters that does not refuse. None: nothing here is turnout's business."""
+    name = type(instance).__name__
     reasons: list[str] = []
-    for adapter in candidates:
+    for adapter in adapters:
         said = list(adapter.refuses(instance))
         if numerics == "exact" and not adapter.exact:
             said.append("numerics exact, this adapter computes in another order")
         if isinstance(instance, nn.Module) and "forward" in vars(instance) and "forward" in dir(adapter):
             said.append("forward was replaced on this instance, accelerate needs to come before offloading hooks")
         if not said:
-            patch.apply(instance, adapter, numerics)
+            patch.apply(instance, adapter, numerics, relay=relay)
             return Entry(path, name, (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."))
         reasons += said
     return Entry(path, name, None, tuple(dict.fromkeys(reasons))) if reasons else None

@@ -107,6 +107,8 @@ def _attended(attn: Any, x: Tensor) -> Tensor:
 class Coder(Adapter):
     """channels-last from the first convolution to the last"""
 
+    channels_last = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from CausalConv.refuses(instance.conv_out)

@@ -75,6 +75,8 @@ def _upsampled(upsample: Any) -> Any:
 class Coder(Adapter):
     """channels-last from the first convolution to the last"""
 
+    channels_last = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         if not isinstance(instance.conv_norm_out, nn.GroupNorm):

@@ -93,6 +93,8 @@ class Upsampler(Adapter):
 class Decoder(Adapter):
     """channels-last from the first convolution to the last"""
 
+    channels_last = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from needs_silu(instance.conv_act)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.patch import Adapter, needs_silu
-from turnout.models.video import as_video, causal_conv, may_write, per_frame
+from turnout.models.patch import Adapter, likes_channels_last, needs_silu
+from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
 Stage = Callable[["Tensor", "list | None", "list[int]"], Tensor]
 
@@ -203,12 +203,14 @@ def _split(spread: tuple[int, ...], before: int, after: int) -> tuple[list[int],
 class Decoder(Adapter):
     """channels-last from the first convolution to the last"""
 
+    channels_last = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], **first: bool) -> Tensor:  # noqa: B006
-        x = _remembering(self.conv_in, x, feat_cache, feat_idx)
+        x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
         x = self.mid_block(x, feat_cache, feat_idx)
         return self._up(list(self._stages(first)), x, feat_cache, feat_idx)
 
@@ -241,12 +243,14 @@ class Decoder(Adapter):
 class Encoder(Adapter):
     """channels-last from the first convolution to the last"""
 
+    channels_last = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
-        x = _remembering(self.conv_in, x, feat_cache, feat_idx)
+        x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
         for layer in self.down_blocks:
             x = layer(x) if hasattr(layer, "to_qkv") else layer(x, feat_cache, feat_idx)
         x = self.mid_block(x, feat_cache, feat_idx)
