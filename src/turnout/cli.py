@@ -168,10 +168,11 @@ def bench(
     if ops == ["router"]:
         return _show_router(measure_router(), json)
     chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
-    for known in chosen:
-        if not any(only in str(case) for case in known.cases()):
-            raise ValueError(f"no case of {known.name} contains {only!r}; the cases are: {', '.join(map(str, known.cases()))}")
     where = _device(device)
+    for known in chosen:
+        if not sweep.timed(known, where, only):
+            names = ", ".join(map(str, sweep.timed(known, where)))
+            raise ValueError(f"no case of {known.name} contains {only!r}; the cases are: {names}")
     ceiling = sweep.ceilings(where)
     rows: list[dict[str, Any]] = []
     entries: list[Row] | None = [] if tuned else None
@@ -180,7 +181,7 @@ def bench(
         if path is not None:
             path.unlink(missing_ok=True)
         found = []
-        cases = sum(only in str(case) for case in known.cases())
+        cases = len(sweep.timed(known, where, only))
         steps = sweep.sweep(known, where, ceiling, seconds=seconds, only=only, tuned=entries)
         for row in track(steps, known.name, total=cases, console=errors, disable=json):
             found.append(row)

@@ -37,3 +37,16 @@ def test_implicit_gemm(name):
 @pytest.mark.parametrize("name", FEW)
 def test_narrow_out(name):
     assert FEW[name].run(launches.narrow_out, "cpu", {"rows": 2, "columns": 16})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 40), (1, 70, 2, 3, 5), (1, 3, 1, 1, 200)])
+def test_transpose(shape, dtype):
+    x, last = torch.randn(shape).to(dtype), torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    there = torch.empty_like(x, memory_format=last)
+    back = torch.empty_like(x)
+    assert launches.transpose(x, there)
+    assert launches.transpose(there, back)
+    assert torch.equal(x, there)
+    assert torch.equal(x, back)
+    assert not launches.transpose(x[..., ::2], there[..., ::2])

@@ -5,6 +5,7 @@ import torch
 
 from tests.ops.convolution_calls import Call
 from turnout.ops.convolution import launches
+from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, moved
 from turnout.ops.convolution.tiles import NarrowTile, Tile
 
 pytestmark = pytest.mark.gpu
@@ -77,3 +78,17 @@ def test_tf32_is_rounded_not_cut_off():
     launches.implicit_gemm_hopper(x, weight, None, out, stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1), **SINGLE._asdict())
     exact = torch.nn.functional.conv3d(x.double().cpu(), weight.double().cpu(), padding=1)
     assert (out.double().cpu() - exact).norm() / exact.norm() < 3.5e-4
+
+
+@pytest.mark.parametrize("dtype", [B, S])
+@pytest.mark.parametrize("shape", [(2, 96, 3, 40, 33), (1, 512, 129, 65), (3, 3, 1, 1, 200), (1, 130, 4, 8, 8)])
+def test_moved(shape, dtype):
+    x = torch.randn(shape, device="cuda").to(dtype)
+    last = moved(x, LAST[x.dim()])
+    assert last.is_contiguous(memory_format=LAST[x.dim()])
+    assert last.stride() == dense_strides(x.shape, LAST[x.dim()])
+    back = moved(last, FIRST)
+    assert back.is_contiguous()
+    assert torch.equal(x, last)
+    assert torch.equal(x, back)
+    assert torch.equal(moved(x[..., ::2], LAST[x.dim()]), x[..., ::2])

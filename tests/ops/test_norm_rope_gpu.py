@@ -68,7 +68,7 @@ def test_memory_is_the_output():
     q = torch.randn(1, 4608, 24, 128, device=CUDA, dtype=torch.bfloat16)
     args = arguments(q, None, *tables(4608, 64), q_weight=torch.ones(128, device=CUDA, dtype=torch.bfloat16))
     NORM_ROPE.routes["one-pass"].run(*args)
-    assert peak_mib(NORM_ROPE.routes["one-pass"].run, args) < q.numel() * 2 / 2**20 + 0.1
+    assert peak_mib(NORM_ROPE.routes["one-pass"].run, args) < q.numel() * 2 / 2**20 + 2  # the allocator's blocks are of 2 MiB
 
 
 def test_under_torch_compile_the_op_stays_and_is_right():

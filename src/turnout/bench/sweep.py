@@ -123,9 +123,13 @@ def sweep(
     op: Op, device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = "", tuned: list[Row] | None = None
 ) -> Iterator[dict[str, Any]]:
     """A row for each case whose name contains `only`."""
-    for case in op.cases():
-        if only in str(case):
-            yield sweep_case(op, case, device, ceiling, seconds, tuned)
+    for case in timed(op, device, only):
+        yield sweep_case(op, case, device, ceiling, seconds, tuned)
+
+
+def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
+    """The cases whose name contains `only` and that are worth timing on a device. Tiny ones are where they are asked for."""
+    return [case for case in op.cases() if only in str(case) and (case.timed_on(device.type) or "tiny" in only)]
 
 
 def append_row(row: dict[str, Any], path: Path) -> None:

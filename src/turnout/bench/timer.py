@@ -3,13 +3,15 @@
 A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one op after the other
 the longer of the two is felt, so that is the time of a variant; both parts are kept. The card's part is timed with events behind work
 that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for.
-Variants take turns in one loop, the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
+Variants take turns in one loop, in another order each time (a card that has just been hot runs slower: the same kernel took 8 % longer
+behind a heavier one), the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
 Read, not written: writing would leave dirty lines, and a call would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s).
 On a CPU nothing else is read, since that would empty the caches of the interpreter too; a call before each sample warms the code.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,11 +49,15 @@ def time_variants(
     return _time_cpu(variants, inputs, rounds, seconds)
 
 
+def _shuffled(variants: Mapping[str, Callable[..., Any]], seed: int) -> list[tuple[str, Callable[..., Any]]]:
+    return random.Random(seed).sample(list(variants.items()), len(variants))
+
+
 def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
     samples: dict[str, list[float]] = {name: [] for name in variants}
     end = time.perf_counter() + seconds
     for i in range(rounds):
-        for name, run in variants.items():
+        for name, run in _shuffled(variants, i):
             run(*inputs[(i + 1) % len(inputs)])
             before = time.perf_counter()
             run(*inputs[i % len(inputs)])
@@ -71,7 +77,7 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
         host: dict[str, list[float]] = {name: [] for name in variants}
         end = time.perf_counter() + seconds
         for i in range(rounds):
-            for name, run in variants.items():
+            for name, run in _shuffled(variants, i):
                 args = inputs[i % len(inputs)]
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 for _ in range(_BUSY):

@@ -19,6 +19,12 @@ class Case:
     dtype: torch.dtype
     make: Callable[[torch.device, int], tuple]
 
+    def timed_on(self, device_type: str) -> bool:
+        """Whether its time there is worth knowing. Tiny ones are for tests: they take what the host takes, which `bench router` measures.
+        Those of a CPU are too small for a GPU."""
+        words = f"{self.name} {self.source}"
+        return "tiny" not in words and (device_type == "cpu" or "on a CPU" not in words)
+
     def __str__(self) -> str:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}"
 

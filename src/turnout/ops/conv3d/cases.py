@@ -37,6 +37,7 @@ CASES = [
     *(convolution_case(CPU, (4, 60, 104), (96, 96), dtype, layout=layout) for dtype in (FP32, BF16) for layout in (FIRST, LAST)),
     convolution_case(CPU, (4, 64, 64), (64, 3), FP32, layout=FIRST),
     convolution_case(WAN21, (4, 480, 832), (96, 96)),
+    convolution_case(WAN21, (4, 480, 832), (96, 96), bias=False),
     convolution_case(WAN21, (4, 480, 832), (96, 96), layout=FIRST),
     convolution_case(WAN21, (4, 480, 832), (192, 96)),
     convolution_case(WAN21, (4, 240, 416), (192, 192)),

@@ -56,7 +56,8 @@ def convolution_case(
         weight = make_weight(out, into // groups, kernel, layout, dtype, device, generator)
         return x, weight, normal((out,), dtype, device, generator) if bias else None, stride, padding, dilation, groups
 
-    return Case(named(size, channels, kernel, batch, stride, dilation, groups, layout), source, dtype, make)
+    name = named(size, channels, kernel, batch, stride, dilation, groups, layout)
+    return Case(name if bias else f"{name}, no bias", source, dtype, make)
 
 
 def named(
@@ -138,10 +139,15 @@ def kept_in(x: Tensor, layout: str) -> Tensor:
     format = torch.contiguous_format if layout == FIRST else FORMATS[x.dim()]
     if x.is_contiguous(memory_format=format):
         return x
+    return kept_for(x, layout, lambda: x.contiguous(memory_format=format))
+
+
+def kept_for(x: Tensor, name: str, make: Callable[[], Tensor]) -> Tensor:
+    """A tensor made of x once, and kept as long as x lives."""
     copies = _kept.setdefault(x, {})
-    if layout not in copies:
-        copies[layout] = x.contiguous(memory_format=format)
-    return copies[layout]
+    if name not in copies:
+        copies[name] = make()
+    return copies[name]
 
 
 def in_layout(convolve: Callable[..., Tensor], layout: str) -> Callable[..., Tensor]:

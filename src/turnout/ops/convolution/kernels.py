@@ -157,3 +157,23 @@ def narrow_out(
             to = n_at * on + d_at * od + h_at * oh + (w_at * ow)[:, None] + (filter * oc)[None]
             tl.store(out + to, total.to(out.dtype.element_ty), mask=keep)
         sums = (none,) + sums[: KH - 1]
+
+
+@triton.jit
+def transpose(
+    x, out, channels, pixels, xn, xc, xp, on, oc, op, LAST: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    """[N, C, P] copied from channels side by side (LAST) to pixels side by side, or back: read along the one, written along the other."""
+    pid = tl.program_id(0).to(tl.int64)
+    column_blocks, row_blocks = tl.cdiv(channels, BC), tl.cdiv(pixels, BP)
+    c = pid % column_blocks * BC + tl.arange(0, BC)
+    p = pid // column_blocks % row_blocks * BP + tl.arange(0, BP)
+    n = pid // (column_blocks * row_blocks)
+    if LAST:
+        inside = (p < pixels)[:, None] & (c < channels)[None]
+        values = tl.load(x + (n * xn + (p * xp)[:, None] + (c * xc)[None]), mask=inside)
+        tl.store(out + (n * on + (c * oc)[:, None] + (p * op)[None]), tl.trans(values), mask=tl.trans(inside))
+    else:
+        inside = (c < channels)[:, None] & (p < pixels)[None]
+        values = tl.load(x + (n * xn + (c * xc)[:, None] + (p * xp)[None]), mask=inside)
+        tl.store(out + (n * on + (p * op)[:, None] + (c * oc)[None]), tl.trans(values), mask=tl.trans(inside))

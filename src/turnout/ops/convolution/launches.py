@@ -9,6 +9,7 @@ holds frames right before the first one of `x`; before those stand zeros, or cop
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from turnout.ops import tma
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
 from turnout.ops.convolution import tiles
 from turnout.ops.convolution.task import Task, Triple
+from turnout.ops.layouts import folded
+from turnout.ops.needs import HALF_AND_SINGLE
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -51,7 +54,9 @@ def implicit_gemm_configs(task: Task) -> list[Config]:
     if task.dtype is torch.float32 and task.precision == "ieee":  # no tensor cores, and what is unrolled is spilled
         return [{"pixels": 64, "filters": min(filters, 64), "channels": 16, "warps": 4}]
     if channels * size % VECTOR_BYTES or task.x_strides[1] != 1:  # element by element
-        return [{"pixels": 64, "filters": min(filters, 32), "channels": 32, "warps": 4}]
+        narrow: Config = {"pixels": 64, "filters": min(filters, 32), "channels": 32, "warps": 4}
+        # Few channels: finding an element costs more than multiplying it by all filters.
+        return [narrow] if channels >= 32 or filters <= 32 else [{**narrow, "filters": min(filters, 128)}, narrow]
     deep = 64 if size == 2 and channels % 64 == 0 else 32
     return [{"pixels": 64 if channels < deep else 128, "filters": min(filters, 128), "channels": deep, "warps": 8}]
 
@@ -256,6 +261,35 @@ def _narrow_plan(
 
 def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
     return [tile._asdict() for tile in tiles.narrow(task, device.shared)]
+
+
+def transpose(x: Tensor, out: Tensor) -> bool:
+    """Copy x from channels first into `out`, channels last, or the other way round. False, and nothing done, for other layouts."""
+    from turnout.ops.convolution.kernels import transpose as kernel
+    from turnout.ops.launching import launch
+
+    steps = [one_axis(t.shape[2:], t.stride()[2:]) for t in (x, out)]
+    last = x.stride(1) == 1
+    if None in steps or x.dtype not in HALF_AND_SINGLE or (x if last else out).stride(1) != 1 or (out if last else x).stride(-1) != 1:
+        return False
+    channels, pixels = x.shape[1], prod(x.shape[2:])
+    block = min(64 if channels % 64 == 0 or channels > 256 else 32, power_of_two(channels))
+    across = 4096 // block
+    programs = len(x) * ceil_div(pixels, across) * ceil_div(channels, block)
+    numbers = (channels, pixels, x.stride(0), x.stride(1), steps[0], out.stride(0), out.stride(1), steps[1])
+    if programs:
+        launch(kernel, programs, (x, out), numbers, {"LAST": last, "BC": block, "BP": across}, warps=4)
+    return True
+
+
+def one_axis(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
+    """The step from pixel to pixel where all axes of pixels may be walked as one; None where not.
+
+    >>> one_axis((4, 5, 6), (60, 12, 2)), one_axis((4, 5, 6), (90, 12, 2))
+    (2, None)
+    """
+    _, (steps,) = folded(sizes, strides)
+    return None if len(steps) > 1 else steps[0] if steps else 1
 
 
 def numbers_of(x: Tensor, weight: Tensor, out: Tensor, padding: Triple, residual: Tensor | None, cache: Tensor | None) -> tuple[int, ...]:

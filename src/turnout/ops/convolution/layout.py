@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
+from turnout.ops.needs import installed
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 FIRST = torch.contiguous_format
@@ -43,6 +44,18 @@ def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
     if x.is_contiguous(memory_format=format):  # dimensions of size one may have any stride
         return x.as_strided(x.shape, strides)
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def moved(x: Tensor, format: torch.memory_format) -> Tensor:
+    """The same as `in_format`, not to be differentiated. A GPU transposes blocks in its shared memory: torch's strided copy reaches a
+    tenth of the bandwidth there (2.2 ms for 128 x 1024 x 1024 bf16 on an H200)."""
+    strides = dense_strides(x.shape, format)
+    if x.device.type != "cuda" or x.is_contiguous(memory_format=format) or not installed("triton"):
+        return in_format(x, format)
+    from turnout.ops.convolution.launches import transpose
+
+    out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    return out if transpose(x, out) else out.copy_(x)
 
 
 def dense_strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...]:

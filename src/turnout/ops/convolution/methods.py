@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.ops.convolution.layout import FIRST, channels_side_by_side, in_format
+from turnout.ops.convolution.layout import FIRST, LAST, channels_side_by_side, in_format, moved
 from turnout.ops.convolution.problem import channels_last
 
 Numbers = Sequence[int]
@@ -32,7 +32,8 @@ def in_channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
 ) -> Tensor:
     """The vendor's kernel with channels side by side."""
-    return vendor(channels_side_by_side(input), channels_side_by_side(weight), bias, stride, padding, dilation, groups)
+    last = LAST[input.dim()]
+    return vendor(moved(input, last), moved(weight, last), bias, stride, padding, dilation, groups)
 
 
 def in_float32(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution.layout import FIRST, in_format, torch_format
+from turnout.ops.convolution.layout import FIRST, in_format, moved, torch_format
 from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
 from turnout.ops.convolution.winograd import by_winograd
 
@@ -24,7 +24,7 @@ DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_tap
 
 def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) -> Tensor:
     """A method's result with the strides of the reference's, and the residual added."""
-    y = in_format(y, format)
+    y = moved(y, format)
     return y if residual is None else y.add_(residual.to(y.dtype))
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
-from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched
+from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
 from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper
-from turnout.ops.convolution.layout import LAST, dense_strides, in_format, plain_format
+from turnout.ops.convolution.layout import LAST, dense_strides, moved, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases, phase_weights
 from turnout.ops.convolution.routes import finished
@@ -55,6 +55,15 @@ def axes_of(problem: UpsampleConv2d) -> list[Axis]:
     return [Axis.of(problem.scale, k, p) for k, p in zip(problem.small.weight[2:], problem.small.padding, strict=True)]
 
 
+def refuses_vendor_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
+    yield from refuses_even_phases(problem, device)
+    small = problem.small
+    if problem.invalid() is None and device.type == "cuda":
+        filters, channels, *_ = small.weight
+        if precision_of(small.float32, channels, filters) != precision_of(small.float32, channels, problem.scale**2 * filters):
+            yield f"{filters} filters, in float32 for cuDNN, whose phases it would multiply in TF32, this route needs a multiple of 4"
+
+
 def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     """One convolution on the small image with `scale**2` times the filters, then a copy of its output."""
     small, scale = problem.small, problem.scale
@@ -64,7 +73,7 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     return None if found is None else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
 
 
-@UPSAMPLE_CONV2D.route("phases", refuses=refuses_even_phases, cost=phases_cost, numerics="close", version=1)
+@UPSAMPLE_CONV2D.route("phases", refuses=refuses_vendor_phases, cost=phases_cost, numerics="close", version=1)
 def phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
     size = [scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)]
     format = plain_format(input, weight)
@@ -114,7 +123,7 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
         Task(
             clip_shape(small.input), weight, (*out[:3], out[3] // scale, out[4] // scale), clip_strides(small.input, small.input_strides),
             (n, c, d, scale * h, scale * w), small.dtype, padding=(0, -top, -left),
-            precision="tf32" if small.float32.conv == "tf32" else "ieee",
+            precision=precision_of(small.float32, small.weight[1], small.weight[0]),
         )
         for top in high.starts for left in wide.starts
     ]  # fmt: skip
@@ -153,7 +162,7 @@ def phase_by_phase(
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
             launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
-    return in_format(out, plain_format(input, weight))
+    return moved(out, plain_format(input, weight))
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
