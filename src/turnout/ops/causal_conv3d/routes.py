@@ -14,7 +14,7 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_strides, launched, task_of
 from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
-from turnout.ops.convolution.layout import LAST, moved, plain_format
+from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import finished
 from turnout.ops.convolution.task import Task
@@ -142,7 +142,7 @@ def convolved(
     sizes = [output_frames(n, *numbers) for n, *numbers in zip(whole, weight.shape[2:], stride, (0, *padding), dilation, strict=True)]
     out = torch.empty((len(input), len(weight), *sizes), dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launched(launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache, pad_mode)
-    return moved(out, plain_format(input, weight))
+    return moved(out, known_format(input, weight))
 
 
 @CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))

@@ -15,7 +15,7 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
 from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
-from turnout.ops.convolution.layout import LAST, dense_strides, moved, torch_format
+from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
 from turnout.ops.convolution.task import Task
@@ -167,7 +167,7 @@ def launched(
 
 def with_channels_last(x: Tensor) -> Tensor:
     """A tensor with channels side by side, as it is or copied."""
-    return x if channels_last(tuple(x.shape), x.stride()) else moved(x, LAST[x.dim()])
+    return x if known_last(x.shape, x.stride()) else moved(x, LAST[x.dim()])
 
 
 def convolved(

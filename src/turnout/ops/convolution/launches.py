@@ -92,6 +92,8 @@ class Plan(NamedTuple):
     tiles: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
+    resident: int = 1  # programs on a multiprocessor
+    registers: int | None = None  # of a thread
 
 
 Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
@@ -217,20 +219,16 @@ def narrow_out_hopper(
         )  # fmt: skip
         return
     tile = tiles.NarrowTile(share, slots, channels, stages)
-    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
-    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, pad_mode == "replicate", tile)
+    weight, held, card = prepared(weight), map(memory, (x, out, cache, residual)), Device.of(x.device)
+    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, pad_mode == "replicate", tile, card.shared)
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
-    card = Device.of(x.device)
-    resident = tile.resident(weight.shape, x.itemsize, card.shared)
-    registers = REGISTERS[resident]
-    constants = {**plan.constants, "REGISTERS": (3 * registers - FETCHING) // 16 * 8}
-    launch(kernel, min(plan.tiles, resident * card.units), tensors, plan.numbers, constants, warps=4, maxnreg=registers)
+    launch(kernel, min(plan.tiles, plan.resident * card.units), tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers)
 
 
 @functools.lru_cache(4096)
 def _narrow_plan(
     x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
-    padding: Triple, replicate: bool, tile: tiles.NarrowTile,
+    padding: Triple, replicate: bool, tile: tiles.NarrowTile, shared: int,
 ) -> Plan:  # fmt: skip
     axes, (filters, channels, *size) = AXES[tile.share], weight
     s, u = axes[1] - 2, axes[2] - 2
@@ -251,12 +249,15 @@ def _narrow_plan(
         *(held[1][a] if held else 0 for held in (out, residual) for a in axes),
     )  # fmt: skip
     apart = (size[1], 1)
+    resident = tile.resident(weight, dtype.itemsize, shared)
+    registers = REGISTERS[resident]
     constants = {
         "KS": size[s], "KU": size[u], "TAP_S": apart[s], "TAP_U": apart[u],
         "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames, "SLOTS": tile.slots,
         "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
+        "REGISTERS": (3 * registers - FETCHING) // 16 * 8,
     }  # fmt: skip
-    return Plan(patterns, count, numbers, constants)
+    return Plan(patterns, count, numbers, constants, resident, registers)
 
 
 def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:

@@ -13,7 +13,7 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
 from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper
-from turnout.ops.convolution.layout import LAST, dense_strides, moved, plain_format
+from turnout.ops.convolution.layout import LAST, dense_strides, known_format, moved, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases, phase_weights
 from turnout.ops.convolution.routes import finished
@@ -162,7 +162,7 @@ def phase_by_phase(
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
             launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
-    return moved(out, plain_format(input, weight))
+    return moved(out, known_format(input, weight))
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
