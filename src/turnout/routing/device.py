@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +73,9 @@ class Device:
     @staticmethod
     def of(device: torch.device | str) -> Device:
         """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
+        found = _seen.get(device)
+        if found is not None:
+            return found
         device = torch.device(device)
         if device.type == "cpu":
             return cpu()
@@ -80,7 +83,13 @@ class Device:
             return Device(name=device.type, type=device.type)
         if not torch.cuda.is_available():
             return Device(name="unknown CUDA device", type="cuda")
-        return _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        found = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        if device.index is not None:
+            _seen[device] = found
+        return found
+
+
+_seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
 
 
 @functools.cache

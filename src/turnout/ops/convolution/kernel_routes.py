@@ -157,7 +157,7 @@ def launched(
     pad_mode: str = "zeros",
 ) -> None:  # fmt: skip
     """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
-    precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0])
+    precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
     x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
     launch(
         x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
