@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from math import prod
 from typing import NamedTuple
 
@@ -112,13 +113,16 @@ class NarrowTile(NamedTuple):
 
 
 def narrow(task: Task, shared: int) -> list[NarrowTile]:
-    """Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice."""
+    """Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice; and as many channels at once as fit,
+    or half of them, which leaves room for the next ones to be fetched meanwhile."""
     columns, size = narrow_columns(task.weight), task.dtype.itemsize
     share = "depth" if task.frames_before or task.weight[3] == 1 else "height"
     taps, places = (task.weight[2], task.out[2]) if share == "depth" else (task.weight[3], task.out[3])
-    channels = min((128 // size, 64 // size), key=lambda n: (ceil_div(task.weight[1], n) * n, -n))
+    wide, half = 128 // size, 64 // size
+    fetched = {n: ceil_div(task.weight[1], n) * n for n in (wide, half)}
+    at_once = [half] if fetched[half] < fetched[wide] else [wide, half]
     found = []
-    for most, resident in ((4, 2), (8, 1)):
+    for channels, (most, resident) in itertools.product(at_once, ((4, 2), (8, 1))):
         slots = max(1, min(most, 256 // columns, power_of_two(places)))
         group = ((slots + taps - 1) * PIXELS + taps * columns) * channels * size
         stages = min(narrow_room(columns, shared, resident) // group, 4)
