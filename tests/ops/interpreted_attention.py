@@ -74,19 +74,24 @@ def test_padding_is_not_read_into_the_result():
     assert run_flash(q, k, v, None, False, 0.25, torch.tensor([[7, 5], [3, 2]]), 16, 16, 4, 1).isfinite().all()
 
 
-@pytest.mark.parametrize("lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [50, 0, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40]])
-def test_the_kernel_goes_on_where_another_stopped(lengths, monkeypatch):
-    """common-keys, with torch in the place of a vendor's kernel."""
+@pytest.mark.parametrize(("step", "apart"), [(1, False), (16, False), (16, True), (64, True)])
+@pytest.mark.parametrize("lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [50, 0, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], []])
+def test_the_kernel_goes_on_where_another_stopped(lengths, step, apart, monkeypatch):
+    """common-keys, with torch in the place of a vendor's kernel and of streams."""
 
     def with_sums(q, k, v, scale, cudnn):
+        seen.append(k.shape[2])
         scores = q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3) * scale
         out = torch.softmax(scores, 3) @ v.float().repeat_interleave(2, 1)
         return like_queries(out.to(q.dtype), q), torch.logsumexp(scores, 3)
 
+    seen = []
     monkeypatch.setattr(routes, "with_sums", with_sums)
+    monkeypatch.setattr(routes, "take_turns", lambda jobs, device: [job() for job in jobs])
     q, k, v, *_ = call(33, 50, 24, False, False, False)
-    run = functools.partial(routes.common_keys, rows=16, keys=16, warps=4, stages=1)
+    run = functools.partial(routes.common_keys, step=step, apart=apart, rows=16, keys=16, warps=4, stages=1)
     assert Trial(ATTENTION, (q, k, v, None, False, 0.2, None, lengths)).complaint("close", run) is None
+    assert all(keys % step == 0 or keys < step for keys in seen)
 
 
 def test_parts_are_joined():

@@ -1,5 +1,8 @@
 """attention on a real GPU: every configuration of the kernels, wide heads, padding that nobody reads twice, memory, big offsets."""
 
+import functools
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +125,61 @@ def test_lengths_that_only_the_device_knows():
         lengths.copy_(torch.tensor(given))
         graph.replay()
         torch.testing.assert_close(found, turnout.attention(q, k, v, kv_lengths=given), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("lengths", [[[20, 256], [64, 256]], [300, 320]])
+def test_two_streams_leave_nothing_behind(lengths):
+    """Elements on two streams: inputs freed and overwritten at once, padding full of NaN, a graph of it all."""
+    q, k, v = tensors(2, 4, 4, 300, 320, 128)
+    args = ATTENTION.arguments(q, k, v, kv_lengths=lengths)
+    route = ATTENTION.routes["common-keys"]
+    config = next(c for c in route.configs(ATTENTION.problem(*args), Device.of(GPU)) if c["apart"])
+    assert Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **config)) is None
+
+    def run(*tensors):
+        return route.run(*tensors, *args[3:], **config)
+
+    expected = run(q, k, v)
+    for _ in range(20):
+        copies = [x.clone() for x in (q, k, v)]
+        out = run(*copies)
+        del copies
+        for x in [torch.empty_like(q) for _ in range(6)]:
+            x.fill_(torch.nan)
+        assert torch.equal(out, expected)
+    padded = ~padding.counted(args[-1], None, 2, 320, GPU)[:, None, :, None]
+    assert torch.equal(run(q, k.masked_fill(padded, torch.nan), v.masked_fill(padded, torch.nan)), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(q, k, v)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
+    wrong = []
+
+    def work():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                found = run(q, k, v)
+                torch.cuda.current_stream().synchronize()
+                wrong.extend([] if torch.equal(found, expected) else [found])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("keys", [129, 200, 255, 333])
+def test_keys_that_do_not_come_out_even(keys, inside):
+    """Without lengths too: a vendor's kernel on a multiple of 128 keys, ours on the rest."""
+    q, k, v = tensors(2, 4, 2, 150, keys, 128, inside=inside)
+    args = ATTENTION.arguments(q, k, v)
+    route, device = ATTENTION.routes["common-keys"], Device.of(GPU)
+    assert not any(route.refuses(ATTENTION.problem(*args), device))
+    for config in route.configs(ATTENTION.problem(*args), device):
+        assert Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **{**config, "step": 128})) is None
 
 
 def test_memory_is_the_output_and_a_constant():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,8 @@ SHARES = {
     "triton, mask over keys": (0.275, 0.2),
     "any mask": (0.123, 0.123),
 }
+STEP = 128  # keys at a time of cuDNN's kernel for Hopper
+UNEVEN = 0.885  # its share of the speed where they do not come out even
 EFFICIENT_WIDE, WIDE, WIDE_HOPPER = 0.15, 0.2, 0.55  # head dims from 257 on, with all of the card at work
 
 
@@ -55,6 +56,11 @@ def share_of(kernel: str, problem: Attention) -> float:
     return SHARES[kernel][max(problem.dim, problem.dim_v) <= 64]
 
 
+def cudnn_share(problem: Attention, device: Device) -> float:
+    uneven = was_measured(device) and problem.keys % STEP and problem.mask is None and problem.padding is None
+    return share_of("cudnn", problem) * (UNEVEN if uneven else 1.0)
+
+
 def filled(problem: Attention, device: Device, rows: int) -> float:
     """The share of the multiprocessors that have work in the waves it takes, at `rows` queries a program, one program each."""
     programs = problem.batch * problem.heads * -(-problem.rows // rows)
@@ -77,7 +83,7 @@ def torch_share(problem: Attention, device: Device) -> float:
     if problem.mask == "keys" or problem.padding is not None:
         return share_of("cudnn, mask over keys" if by_cudnn else "any mask", problem)
     if by_cudnn:
-        return share_of("cudnn", problem)
+        return cudnn_share(problem, device)
     if problem.dtype in HALF and dim <= 256 and problem.dim == problem.dim_v:
         return share_of("flash", problem)
     return share_of("efficient", problem) if dim <= 256 else EFFICIENT_WIDE * filled(problem, device, 64)
@@ -99,11 +105,12 @@ def cpu(problem: Attention, device: Device) -> float | None:
     return None if peak is None or device.type != "cpu" else 20e-6 + flops(problem) / (0.5 * peak.value)
 
 
-def by(kernel: str) -> Callable[[Attention, Device], float | None]:
-    def seconds(problem: Attention, device: Device) -> float | None:
-        return at_share(share_of(kernel, problem), problem, device) if was_measured(device) else None
+def cudnn(problem: Attention, device: Device) -> float | None:
+    return at_share(cudnn_share(problem, device), problem, device) if was_measured(device) else None
 
-    return seconds
+
+def flash(problem: Attention, device: Device) -> float | None:
+    return at_share(share_of("flash", problem), problem, device) if was_measured(device) else None
 
 
 def efficient(problem: Attention, device: Device) -> float | None:
@@ -126,14 +133,44 @@ def narrow(problem: Attention, device: Device) -> float | None:
 
 
 def common(problem: Attention, device: Device) -> float | None:
-    """torch's attention on what all have in common, our kernel on the rest, which reads and writes the output once more."""
-    unpadded = problem._replace(padding=None)
-    shared = at_share(torch_share(unpadded, device), unpadded._replace(share=problem.common), device)
-    if shared is None or problem.common == problem.share:
-        return shared
-    rest = at_share(0.9 * share_of("triton", problem), unpadded._replace(share=problem.share - problem.common), device)  # short runs
-    moved = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
-    return None if rest is None or moved is None else shared + rest + moved + 45e-6  # 907 to 922 us on an H200 for the same calls
+    """The better of the two ways to go on from a vendor's kernel."""
+    together = common_together(problem, device)
+    apart = common_apart(problem, device)
+    return together if together is None or apart is None else min(together, apart)
+
+
+def common_together(problem: Attention, device: Device) -> float | None:
+    """torch's attention on what all have in common, then our kernel on the rest: 912 and 951 us on an H200 for the two calls of `narrow`
+    above, 34.7 ms of cuDNN's 38.6 at 1x40x32760x128. The host takes 110 us."""
+    if problem.padding is None and not was_measured(device):
+        return None
+    shared = at_share(torch_share(_even(problem), device), _even(problem)._replace(share=problem.common), device)
+    rest = _rest(problem, device)
+    return None if shared is None or rest is None else max(110e-6, shared + rest)
+
+
+def common_apart(problem: Attention, device: Device) -> float | None:
+    """Each batch element for itself on two streams, where most of our kernel's time and of the copies is hidden: 843 and 859 us for the
+    same two calls. The host takes 150 us a batch element."""
+    if problem.common == problem.share:
+        return None
+    whole, rest = at_share(torch_share(_even(problem), device), _even(problem), device), _rest(problem, device)
+    copied = device.seconds(2 * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
+    return None if whole is None or rest is None or copied is None else max(150e-6 * problem.batch, whole + 0.3 * rest + copied)
+
+
+def _even(problem: Attention) -> Attention:
+    """Without lengths, and as many keys as cuDNN takes at its best."""
+    return problem._replace(padding=None, keys=-(-problem.keys // STEP) * STEP)
+
+
+def _rest(problem: Attention, device: Device) -> float | None:
+    """Our kernel on keys that do not count for all, and on those beyond a multiple of STEP, half of that on average. It reads q and the
+    output and writes it once more, at 0.7 of the bandwidth."""
+    left = (problem.share - problem.common) * problem.keys // 100 + (STEP // 2 if prefers_cudnn(device) else 0)
+    moved = device.seconds(problem.batch * problem.heads * problem.rows * (problem.dim + 2 * problem.dim_v) * problem.dtype.itemsize)
+    added = at_share(0.83 * share_of("triton", problem), problem._replace(keys=left, share=100, padding=None), device)
+    return None if moved is None or added is None else added + 1.4 * moved
 
 
 def flash_triton(problem: Attention, device: Device) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,6 +48,36 @@ def run_flash(
     programs = batch * heads * ceil_div(length, rows)
     launch(flash_kernel, programs, (q, k, v, lengths, mask, sums, out), numbers, constants, warps=warps, num_stages=stages)
     return out
+
+
+class _Beside(threading.local):
+    """Of each thread its own: a stream must not be drawn into what another thread captures."""
+
+    def __init__(self) -> None:
+        self.streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self.streams:
+            self.streams[device] = torch.cuda.Stream(device)
+        return self.streams[device]
+
+
+_beside = _Beside()
+
+
+def take_turns(jobs: Iterable[Callable[[], None]], device: torch.device) -> None:
+    """Run jobs on the current stream and on one beside it in turns: the last blocks of one leave room for the first of the next.
+
+    The current stream waits for all of them, so what was allocated on it may be freed as usual, and a capture has everything.
+    """
+    current, beside = torch.cuda.current_stream(device), _beside.stream(device)
+    beside.wait_stream(current)
+    try:
+        for i, job in enumerate(jobs):
+            with torch.cuda.stream(beside if i % 2 else current):
+                job()
+    finally:
+        current.wait_stream(beside)
 
 
 QUERIES, KEYS, CHUNK, HALF, PART, SLOTS = 64, 128, 128, 256, 64, 4

@@ -160,11 +160,13 @@ class Common(NamedTuple):
     rest: tuple[int, ...]  # two numbers per batch element, as kv_lengths has them
 
     @staticmethod
-    def of(lengths: Sequence[int], keys: int) -> Common:
-        """The longer of the runs that start at the first key and that end at the last.
+    def of(lengths: Sequence[int], keys: int, step: int = 1) -> Common:
+        """The longer of the runs that start at the first key and that end at the last; of many keys a multiple of `step`.
 
         >>> Common.of([4400, 0, 4608, 0], 4608)
         Common(first=0, size=4400, rest=(0, 0, 208, 0))
+        >>> Common.of([4400, 0, 4608, 0], 4608, step=128)
+        Common(first=0, size=4352, rest=(48, 0, 256, 0))
         >>> Common.of([300, 4096, 512, 4096], 4608)
         Common(first=512, size=4096, rest=(300, 0, 512, 0))
         """
@@ -172,8 +174,10 @@ class Common(NamedTuple):
         both = [(keys, keys) if head + tail == keys else (head, tail) for head, tail in zip(lengths[::2], lengths[1::2], strict=True)]
         start, end = min(head for head, _ in both), min(tail for _, tail in both)
         if start >= end:
+            start -= start % step if start >= step else 0
             rest = [(head - start, 0 if head == keys else tail) for head, tail in both]
             return Common(0, start, tuple(n for pair in rest for n in pair))
+        end -= end % step if end >= step else 0
         left = keys - end
         rest = [(left, 0) if head == keys else (min(head, left), tail - end) for head, tail in both]
         return Common(left, end, tuple(n for pair in rest for n in pair))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +11,17 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.attention import ATTENTION, Attention, backends, costs, padding
 from turnout.ops.attention.backends import by_cudnn, by_efficient, by_flash, by_flash_attention_3, by_flash_attention_4, with_sums
-from turnout.ops.attention.launches import KEYS, QUERIES, ceil_div, empty_like_queries, power_of_two, run_flash, run_wide_hopper
+from turnout.ops.attention.costs import STEP
+from turnout.ops.attention.launches import (
+    KEYS,
+    QUERIES,
+    ceil_div,
+    empty_like_queries,
+    power_of_two,
+    run_flash,
+    run_wide_hopper,
+    take_turns,
+)
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -21,14 +31,14 @@ WIDE = range(257, 513)
 # torch's backends
 
 
-@ATTENTION.route("cudnn", refuses=backends.refuses_cudnn, cost=costs.by("cudnn"), numerics="close", version=1)
+@ATTENTION.route("cudnn", refuses=backends.refuses_cudnn, cost=costs.cudnn, numerics="close", version=1)
 def cudnn(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
 ) -> Tensor:
     return by_cudnn(q, k, v, causal, scale)
 
 
-@ATTENTION.route("flash", refuses=backends.refuses_flash, cost=costs.by("flash"), numerics="close", version=1)
+@ATTENTION.route("flash", refuses=backends.refuses_flash, cost=costs.flash, numerics="close", version=1)
 def flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
 ) -> Tensor:
@@ -118,7 +128,12 @@ def narrow(
 
 def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
-    yield from refuses_narrow(problem, device)
+    if problem.padding is not None:
+        yield from refuses_narrow(problem, device)
+    elif problem.causal or problem.mask is not None:
+        yield "a causal call or a mask, this route needs queries that see all keys"
+    elif problem.keys % STEP == 0 or problem.keys < STEP:
+        yield f"{problem.keys} keys that count for all, this route needs more than {STEP} and not a multiple of it, or lengths"
     yield from backends.refuses_flash(problem._replace(padding=None), device)
     if problem.common == 0:
         yield "no run of keys that counts for all, this route needs 1 % of them at least"
@@ -127,26 +142,48 @@ def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
 def common_configs(problem: Attention, device: Device) -> list[Config]:
     """Few keys are left for our kernel, so its programs are short: small ones, several to a multiprocessor."""
     cudnn = costs.prefers_cudnn(device) and not any(backends.refuses_cudnn(problem._replace(padding=None), device))
-    rows = max(16, power_of_two(problem.rows))
-    shapes = ((64, 64, 4, 2), (64, 32, 4, 2)) if max(problem.dim, problem.dim_v) <= 128 else ((64, 32, 4, 2),)
-    fitting = [s for s in shapes if tile_bytes(problem, s[0], s[1], s[3]) <= device.shared] or [(16, 16, 4, 1)]
-    return [{"cudnn": cudnn, "rows": min(r, rows), "keys": n, "warps": w, "stages": st} for r, n, w, st in fitting]
+    rows, keys, warps, stages = (64, 32, 4, 2) if tile_bytes(problem, 64, 32, 2) <= device.shared else (16, 16, 4, 1)
+    rows = min(rows, max(16, power_of_two(problem.rows)))
+    fixed = {"cudnn": cudnn, "step": STEP if cudnn else 1, "rows": rows, "keys": keys, "warps": warps, "stages": stages}
+    apart, together = costs.common_apart(problem, device), costs.common_together(problem, device)
+    ways = [False] if problem.common == problem.share else [True, False]
+    if apart is not None and together is not None and together < apart:
+        ways.reverse()
+    return [{"apart": way, **fixed} for way in ways]
 
 
-@ATTENTION.route("common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=1)
+@ATTENTION.route("common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=2)
 def common_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, cudnn: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
+    *, cudnn: bool = False, step: int = 1, apart: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
 ) -> Tensor:  # fmt: skip
-    """A vendor kernel on the keys that count for the whole batch, in one call; ours goes on from there with those that count for some."""
-    run = padding.Common.of(lengths, k.shape[2])
-    (near, more_near), (far, more_far) = run.split(k), run.split(v)
-    out, sums = with_sums(q, near, far, scale, cudnn and run.size > 1)
-    first, size = run.some
-    if size:
-        rest = padding.on_device(run.rest[2 * first : 2 * (first + size)], q.device)
-        queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (q, more_near, more_far, out, sums))
-        run_flash(queries, more_near, more_far, None, False, scale, rest, rows, keys, warps, stages, so_far=(part, behind))
+    """A vendor kernel on a multiple of `step` keys that count for all batch elements, in one call; ours goes on from there with the others.
+    `apart`: a call for each batch element instead, on more of its keys, in turns on two streams."""
+    lengths = lengths or [k.shape[2], 0] * k.shape[0]
+
+    def together(some: slice, lengths: Sequence[int]) -> Tensor:
+        run = padding.Common.of(lengths, k.shape[2], step)
+        (near, more_near), (far, more_far) = run.split(k[some]), run.split(v[some])
+        out, sums = with_sums(q[some], near, far, scale, cudnn and run.size > 1)
+        first, size = run.some
+        if size:
+            rest = padding.on_device(run.rest[2 * first : 2 * (first + size)], q.device)
+            queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (q[some], more_near, more_far, out, sums))
+            run_flash(queries, more_near, more_far, None, False, scale, rest, rows, keys, warps, stages, so_far=(part, behind))
+        return out
+
+    groups = padding.alike(lengths)
+    if len(groups) == 1 or not apart:
+        return together(slice(None), lengths)
+    out = empty_like_queries(q, v.shape[3])
+
+    def alone(first: int, count: int, head: int, tail: int) -> None:
+        some = slice(first, first + count)
+        out[some] = together(some, [head, tail] * count)
+
+    # Those that leave most to our kernel first: it then runs beside another element's call.
+    groups.sort(key=lambda group: group[2] + group[3] - padding.Common.of(group[2:], k.shape[2], step).size, reverse=True)
+    take_turns([functools.partial(alone, *group) for group in groups], q.device)
     return out
 
 
