@@ -1,7 +1,9 @@
 """Frames while the latents still arrive: the decoder keeps what the next chunk needs, and the video is that of the whole clip.
 
-python examples/streaming_decode.py
+python examples/streaming_decode.py [--graph]    # --graph: on a GPU, one CUDA graph is replayed for each latent once the caches are full
 """
+
+import sys
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -13,8 +15,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 vae = AutoencoderKLWan(base_dim=32, num_res_blocks=1).to(device).eval()  # or AutoencoderKLWan.from_pretrained(folder, subfolder="vae")
 turnout.accelerate(vae)
 
-latents = torch.randn(1, 16, 4, 8, 8, device=device)
-stream, parts = DecodeStream(vae), []
+latents = torch.randn(1, 16, 6, 8, 8, device=device)
+stream, parts = DecodeStream(vae, graph="--graph" in sys.argv), []
 with torch.no_grad():
     for i in range(latents.shape[2]):  # as they come out of a model that makes video step by step
         frames = stream.decode(latents[:, :, i : i + 1])

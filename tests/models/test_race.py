@@ -1,7 +1,10 @@
 """The race: its figures, its page, its command."""
 
+import html.parser
 import json
 import math
+import random
+import re
 import struct
 import zlib
 
@@ -10,10 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 from turnout.cli import app
+from turnout.models.accelerate import Entry, Report
 from turnout.race import page, pictures
-from turnout.race.kernels import Kernel, Trace, kind_of
+from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of
+from turnout.race.looks import LOOKS, STYLE
 from turnout.race.models import RACERS, Racer
-from turnout.race.run import ACCELERATED, STOCK, psnr, race
+from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, psnr, race
 
 
 @pytest.fixture
@@ -44,15 +49,146 @@ def test_figures(found):
     assert 0 < sum(row["kinds_ms"]["accelerated"].values()) == pytest.approx(found.lanes[ACCELERATED].trace.busy, rel=1e-2)
 
 
-def test_page_is_one_file_with_everything(found, tmp_path):
+def gpu_race(latents=21):
+    """A race as on a GPU: three lanes, thousands of kernels with gaps between them, names as long as they are there."""
+    draw = random.Random(0)
+    convolution = "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128_32x4_nhwc_align8>(Params)"
+    layer = [
+        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)", 0.06),
+        (convolution, 0.4),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>", 0.05),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16>>", 0.07),
+        ("void at::native::CatArrayBatchedCopy", 0.09),
+    ]
+    fused = [("rms_rows", 0.05), ("implicit_gemm_hopper", 0.22), ("wide_head", 0.01), ("nvjet_hsh_128x256", 0.01)]
+
+    def trace(parts, gap):
+        kernels, at = [], 100.0
+        for _ in range(latents * 60):
+            for name, ms in parts:
+                kernels.append(Kernel(name, at, ms * draw.uniform(0.5, 1.5)))
+                at += kernels[-1].length + draw.expovariate(1 / gap)
+        return Trace(kernels)
+
+    frames = torch.linspace(-1, 1, 320).expand(1, 3, 1, 180, 320).clone()
+    lanes = {
+        STOCK: Lane(1836.2, 3.1, 4486.0, 47.7, trace(layer, 0.004), frames),
+        ACCELERATED: Lane(582.4, 0.9, 2532.0, 51.2, trace(fused, 0.03), frames + 0.01),
+        COMPILED: Lane(1102.7, 2.2, 3920.0, 47.9, trace(layer[1:3], 0.002)),
+    }
+    lanes[ACCELERATED].trace.routes = [
+        Share("causal_conv3d", "implicit-gemm-hopper", 1323, 441.5, 0.772, "measured and shipped: 2.86x the reference"),
+        Share("rms_norm_silu", "rows", 1218, 61.0, 0.107, "measured and shipped: 14.90x the reference"),
+        Share("attention", "reference", 21, 3.0, 0.005, "model: nothing is estimated to beat it by 15%; <escape & me>"),
+    ]
+    report = Report(
+        {"": "AutoencoderKLWan is known"}, [Entry("decoder", "WanDecoder3d", "channels-last from the first convolution to the last")]
+    )
+    versions = {"torch": "2.11.0", "triton": "3.6.0", "diffusers": "0.42.1", "turnout": "0.1.0"}
+    return Race("wan-vae", "Wan 2.1 VAE decode, full: 480 x 832 x 81", "bfloat16", "NVIDIA H200", lanes, report, versions)
+
+
+class Reader(html.parser.HTMLParser):
+    """Reads a page as a browser does, and holds on to what must be true of it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.words, self.tops = [], [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append((tag, found))
+        if tag not in ("meta", "img", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+@pytest.mark.parametrize("made_up", [False, True])
+def test_page_is_one_file_that_says_everything(found, tmp_path, made_up):
+    found = gpu_race() if made_up else found
     page.write(found, tmp_path / "race.html")
     text = (tmp_path / "race.html").read_text()
-    assert "http" not in text.replace("http-equiv", "")
-    assert f"{found.speedup:.2f}&times;" in text
-    assert text.count("under the profiler") == 2
-    assert "causal_conv3d" in text
-    assert "data:image/png;base64," in text
+    assert "http" not in text
+    assert "@import" not in text
+    read = Reader(text)
+    assert not read.open
+    said = " ".join(read.words)
+    for needed in (
+        found.what,
+        f"{found.speedup:.2f}\N{MULTIPLICATION SIGN}",
+        "When each",
+        "Where the time went",
+        "causal_conv3d",
+        "PSNR",
+        found.dtype,
+    ):
+        assert needed in said
+    assert len(read.all("svg")) == len(found.lanes) == said.count("under the profiler")
+    assert all(svg["aria-label"] for svg in read.all("svg"))
+    assert [img["alt"] for img in read.all("img")] == ["first frame of the stock model", "first frame of the accelerated model"]
+    assert all(img["src"].startswith("data:image/png;base64,") for img in read.all("img"))
+    assert {rect["class"] for rect in read.all("rect")} == {kind for lane in found.lanes.values() for kind in lane.trace.by_kind()}
+    assert len(text) < 2**21
     assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_timeline_fills_each_column_once():
+    kernels = [Kernel("conv", 0.0, 4.0), Kernel("Memcpy", 1.0, 3.0), Kernel("rms_rows", 6.0, 1.0)]  # two at the same time, then a gap
+    step = 7.0 / page.SLICES
+    columns = list(page._columns(Trace(kernels), step))
+    assert len(columns) == pytest.approx(page.SLICES * 5 / 7, abs=2)
+    assert re.findall(r"class=(\w+) x=\d+ y=([\d.]+)", columns[page.SLICES * 2 // 7]) == [("copy", "0.0"), ("conv", "50.0")]
+    assert "conv 50 %, copy 50 %" in columns[page.SLICES * 2 // 7]
+    assert "longest: rms_rows" in columns[-1]
+    drawn = sum(ms for ran in page._slices(Trace(kernels), step) for _, ms in ran)
+    assert drawn == pytest.approx(8.0)
+
+
+def test_every_kind_has_a_look_that_stands_out():
+    def brightness(colour):  # relative luminance
+        parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+        return sum(share * ((x + 0.055) / 1.055) ** 2.4 for share, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+    assert set(LOOKS) == {*KINDS, "other"}
+    grounds = re.findall(r"--card: (#\w+)", STYLE)
+    assert len(grounds) == 2
+    for kind, look in LOOKS.items():
+        for ground in grounds:
+            dark, bright = sorted((brightness(look.colour), brightness(ground)))
+            assert (bright + 0.05) / (dark + 0.05) >= 3, (kind, ground)
+
+
+@pytest.mark.parametrize(("stock", "fast", "word"), [(20.0, 10.0, "faster"), (10.0, 20.0, "slower"), (10.0, 10.1, "about as fast")])
+def test_tiles_say_who_won(stock, fast, word):
+    made_up = gpu_race(1)
+    made_up.lanes[STOCK].ms, made_up.lanes[ACCELERATED].ms = stock, fast
+    assert f"{word}: {stock:.2f} &rarr; {fast:.2f} ms" in page.page(made_up)
+
+
+def test_page_says_what_was_not_measured(found):
+    found.lanes[STOCK].psnr = found.lanes[ACCELERATED].psnr = math.nan
+    text = page.page(found)
+    assert "not counted on a CPU" in text
+    assert "this race is in float32" in text
+
+
+@pytest.mark.parametrize("longest", [0.013, 1.0, 7.0, 24.9, 25.1, 662.4, 1836.0, 100000.0])
+def test_axis_has_a_few_round_times(longest):
+    marks = re.findall(r"left:([\d.]+)%'>([\d.,e-]+) ms", page._axis(longest))
+    assert 2 <= len(marks) <= 6
+    assert all(float(left) == pytest.approx(100 * float(at.replace(",", "")) / longest, abs=0.1) for left, at in marks)
 
 
 def test_picture_holds_what_was_put_in():

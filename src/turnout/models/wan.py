@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.graphs import CapturedStep, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
@@ -278,6 +279,13 @@ class DecodeStream:
     vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
     the model, so one model serves several streams.
 
+    graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
+    latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
+    nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
+    It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
+    reserved for it (426 MiB instead of 210 there). The graph reads the weights where they lay when it was captured: after `accelerate`,
+    `restore` or `.to()`, begin another stream. Batch, height, width and dtype of the latents may not change.
+
     >>> import torch
     >>> from diffusers import AutoencoderKLWan
     >>> from turnout.models import DecodeStream
@@ -288,15 +296,20 @@ class DecodeStream:
     [1, 4, 8]
     """
 
-    def __init__(self, vae: Any):
+    def __init__(self, vae: Any, *, graph: bool = False):
         if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
             raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
-        self.vae = vae
+        if graph and vae.device.type != "cuda":
+            raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
+        self.vae, self.graph = vae, graph
         self.cache: list = [None] * vae._cached_conv_counts["decoder"]
-        self.begun = False
+        self.begun = self.steady = False
+        self.captured: CapturedStep | None = None
 
     def decode(self, z: Tensor) -> Tensor:
         """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others."""
+        if self.graph and torch.is_grad_enabled():
+            raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
         latents = self.vae.post_quant_conv(z)
         chunks = (self._next(latents[:, :, i : i + 1]) for i in range(z.shape[2]))
         per_latent = 2 ** sum(self.vae.temperal_upsample)
@@ -312,9 +325,21 @@ class DecodeStream:
         return video
 
     def _next(self, latent: Tensor) -> Tensor:
+        if not self.graph:
+            return self._step(latent, self.cache)
+        if self.steady and self.captured is None:
+            self.captured = CapturedStep(self._step, latent, self.cache)
+        if self.captured is not None:
+            return self.captured(latent)
+        before = layouts(self.cache)
+        frames = self._step(latent, self.cache)
+        self.steady = layouts(self.cache) == before
+        return frames
+
+    def _step(self, latent: Tensor, cache: list) -> Tensor:
         first = {} if "Qwen" in type(self.vae).__name__ else {"first_chunk": not self.begun}
         self.begun = True
-        frames = self.vae.decoder(latent, feat_cache=self.cache, feat_idx=[0], **first)
+        frames = self.vae.decoder(latent, feat_cache=cache, feat_idx=[0], **first)
         patch = getattr(self.vae.config, "patch_size", None)
         return frames if patch is None else _unpatched(frames, patch)
 

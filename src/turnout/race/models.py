@@ -21,9 +21,10 @@ class Racer(NamedTuple):
     sizes: dict[str, tuple[int, ...]]
     make: Callable[[Settings], tuple[Any, Call]]
     pictures: bool  # whether the output is frames in [-1, 1], [B, 3, (T,) H, W]
+    axes: str = ""  # what the numbers of a size are
 
     def describe(self, size: str) -> str:
-        return f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))}"
+        return f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
 
 
 class Settings(NamedTuple):
@@ -160,11 +161,12 @@ def mamba_decode(settings: Settings) -> tuple[Any, Call]:
     return _mamba(settings, layers, hidden), call
 
 
+IMAGE, VIDEO = "(height x width)", "(height x width x frames)"
 RACERS = {
-    "wan-vae": Racer("Wan 2.1 VAE decode", {"tiny": (16, 24, 5), "small": (32, 48, 5), "full": (480, 832, 81)}, wan_vae, True),
-    "wan22-vae": Racer("Wan 2.2 VAE decode", {"tiny": (32, 32, 5), "small": (64, 96, 9), "full": (704, 1280, 61)}, wan22_vae, True),
-    "flux-vae": Racer("Flux VAE decode", {"tiny": (32, 32), "small": (128, 128), "full": (1024, 1024)}, flux_vae, True),
-    "ltx-vae": Racer("LTX VAE decode", {"tiny": (32, 32, 9), "small": (64, 96, 17), "full": (512, 768, 121)}, ltx_vae, True),
+    "wan-vae": Racer("Wan 2.1 VAE decode", {"tiny": (16, 24, 5), "small": (32, 48, 5), "full": (480, 832, 81)}, wan_vae, True, VIDEO),
+    "wan22-vae": Racer("Wan 2.2 VAE decode", {"tiny": (32, 32, 5), "small": (64, 96, 9), "full": (704, 1280, 61)}, wan22_vae, True, VIDEO),
+    "flux-vae": Racer("Flux VAE decode", {"tiny": (32, 32), "small": (128, 128), "full": (1024, 1024)}, flux_vae, True, IMAGE),
+    "ltx-vae": Racer("LTX VAE decode", {"tiny": (32, 32, 9), "small": (64, 96, 17), "full": (512, 768, 121)}, ltx_vae, True, VIDEO),
     "flux": Racer("Flux transformer", {"tiny": (1, 1, 4, 8), "small": (1, 1, 16, 64), "full": (4, 8, 64, 512)}, flux, False),
     "wan": Racer("Wan transformer", {"tiny": (1, 1, 4, 4, 8), "small": (2, 2, 8, 12, 16), "full": (4, 21, 60, 104, 512)}, wan, False),
     "mamba": Racer("Mamba prefill", {"tiny": (1, 64, 1, 16), "small": (2, 256, 2, 128), "full": (4, 1536, 8, 2048)}, mamba, False),
