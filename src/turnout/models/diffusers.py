@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnout.models import cogvideox, dit, hunyuan, image, ltx, wan
+from turnout.models import blocks, cogvideox, dit, hunyuan, image, ltx, wan
 from turnout.models.patch import Adapter
 
 _AUTOENCODERS = "diffusers.models.autoencoders"
@@ -54,7 +54,16 @@ ADAPTERS: dict[str, type[Adapter]] = {
            "attention_processor.AttnProcessor2_0": image.AttentionProcessor,
            "transformers.transformer_flux.FluxAttnProcessor": dit.FluxProcessor,
            "transformers.transformer_wan.WanAttnProcessor": dit.WanProcessor,
-           "transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0": dit.QwenImageProcessor},
+           "transformers.transformer_qwenimage.QwenDoubleStreamAttnProcessor2_0": dit.QwenImageProcessor,
+           "transformers.transformer_flux.FluxPosEmbed": blocks.FluxPosEmbed,
+           "transformers.transformer_flux.FluxTransformerBlock": blocks.FluxBlock,
+           "transformers.transformer_flux.FluxSingleTransformerBlock": blocks.FluxSingleBlock,
+           "transformers.transformer_wan.WanTransformerBlock": blocks.WanBlock,
+           "transformers.transformer_qwenimage.QwenImageTransformerBlock": blocks.QwenImageBlock,
+           "activations.GELU": blocks.Gelu,
+           "normalization.AdaLayerNormZero": blocks.AdaLayerNormZero,
+           "normalization.AdaLayerNormZeroSingle": blocks.AdaLayerNormZeroSingle,
+           "normalization.AdaLayerNormContinuous": blocks.AdaLayerNormContinuous},
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Diffusion transformers: Flux, Wan and Qwen-Image. Norm, rotation and joining of q and k are one pass; the rest of a block is theirs.
+"""Attention of diffusion transformers: Flux, Wan and Qwen-Image. Norm, rotation and joining of q and k are one pass.
 
 These are attention processors, diffusers' own extension point. A backend that the user chose keeps the attention itself.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.blocks import joined_products
 from turnout.models.layers import routed_attention
 from turnout.models.patch import Adapter
 
@@ -41,13 +42,24 @@ def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel).flatten(2).to(q.dtype)
 
 
-def _projected(attn: Any, names: tuple[str, str, str], fused: str, x: Tensor, head_dim: int) -> list[Tensor]:
+def _projected(attn: Any, names: tuple[str, ...], fused: str, x: Tensor, head_dim: int) -> list[Tensor]:
     """q, k and v of one stream, `[B, S, H, D]`."""
     if getattr(attn, "fused_projections", False) and hasattr(attn, fused):
         parts = getattr(attn, fused)(x).chunk(3, -1)
     else:
         parts = [getattr(attn, name)(x) for name in names]
     return [part.unflatten(-1, (-1, head_dim)) for part in parts]
+
+
+def _projected_jointly(attn: Any, text: Tensor, image: Tensor, head_dim: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+    """q and k of text and image, which `norm_rope` joins, and v of both, joined."""
+    if getattr(attn, "fused_projections", False):
+        words, pixels = _projected(attn, *_TEXT, text, head_dim), _projected(attn, *_IMAGE, image, head_dim)
+        values = torch.cat([words[2], pixels[2]], 1)
+    else:
+        words, pixels = _projected(attn, _TEXT[0][:2], "", text, head_dim), _projected(attn, _IMAGE[0][:2], "", image, head_dim)
+        values = joined_products(attn.add_v_proj, text, attn.to_v, image).unflatten(-1, (-1, head_dim))
+    return (words[0], pixels[0]), (words[1], pixels[1]), values
 
 
 _IMAGE = ("to_q", "to_k", "to_v"), "to_qkv"
@@ -68,10 +80,10 @@ class FluxProcessor(Adapter):
         if how is None or image_rotary_emb is None:
             with routed_attention():
                 return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)  # pyright: ignore
-        q, k, v = _projected(attn, *_IMAGE, hidden_states, attn.head_dim)
-        if joint:
-            text = _projected(attn, *_TEXT, encoder_hidden_states, attn.head_dim)  # pyright: ignore[reportArgumentType]
-            q, k, v = (text[0], q), (text[1], k), torch.cat([text[2], v], 1)
+        if encoder_hidden_states is None:
+            q, k, v = _projected(attn, *_IMAGE, hidden_states, attn.head_dim)
+        else:
+            q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, attn.head_dim)
         cos, sin = image_rotary_emb
         q, k = turnout.norm_rope_qk(
             q, k, cos, sin, q_weight=_weights(*q_norms), k_weight=_weights(*k_norms), pairing="interleaved", out_layout="bshd", **how
@@ -98,18 +110,17 @@ class QwenImageProcessor(Adapter):
                     attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
                 )
         words, head_dim = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
-        q, k, v = _projected(attn, *_IMAGE, hidden_states, head_dim)
-        text = _projected(attn, *_TEXT, encoder_hidden_states, head_dim)
+        q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, head_dim)
         turns = torch.cat([image_rotary_emb[1], image_rotary_emb[0]])  # complex, [text and image, D/2]
         q, k = turnout.norm_rope_qk(
-            (text[0], q), (text[1], k), turns, None, q_weight=_weights(*norms[:2]), k_weight=_weights(*norms[2:]),
+            q, k, turns, None, q_weight=_weights(*norms[:2]), k_weight=_weights(*norms[2:]),
             pairing="interleaved", out_layout="bshd", **how,
         )  # fmt: skip
         mask = None
         if encoder_hidden_states_mask is not None:
             image = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             mask = torch.cat([encoder_hidden_states_mask.bool(), image], 1)[:, None, None]
-        found = _attend(self, q, k, torch.cat([text[2], v], 1), mask)
+        found = _attend(self, q, k, v, mask)
         image = attn.to_out[0](found[:, words:])
         return attn.to_out[1](image) if len(attn.to_out) > 1 else image, attn.to_add_out(found[:, :words])
 

@@ -1,7 +1,8 @@
 """Mamba, Mamba-2 and the hybrids built on them: the stock forward of a mixer, with the functions it calls bound to turnout's.
 
 These models find their convolution and their scan among the globals of their module, under the names of the packages that have fast
-ones. A patched mixer runs the same code with other globals; the module keeps its own.
+ones. A patched mixer runs the same code with other globals; the module keeps its own. A step of decoding is bound by the host: Mamba's has
+a forward of its own, six launches where the stock one has fifty.
 """
 
 from __future__ import annotations
@@ -12,12 +13,17 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import turnout
 from turnout.models.patch import Adapter, patched
+from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
+from turnout.ops.selective_scan_update.routes import SELECTIVE_SCAN_UPDATE
 
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
+_ALL_LAUNCH = 2**18  # elements whose norm takes a card less time than a host takes to ask for it
 
 
 def _conv(
@@ -46,14 +52,7 @@ def _scan_update(
     state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **unused: Any,
 ) -> Tensor:  # fmt: skip
-    """One more position of each sequence; `state` is moved on in place."""
-    gate = None if z is None else z[..., None]
-    y, moved = turnout.selective_scan(
-        hidden_states[..., None], dt[..., None], A, B[..., None], C[..., None], D=D, z=gate, dt_bias=dt_bias, dt_softplus=dt_softplus,
-        initial_state=state, return_final_state=True,
-    )  # fmt: skip
-    state.copy_(moved)
-    return y[..., 0]
+    return SELECTIVE_SCAN_UPDATE(hidden_states, state, dt, A, B, C, D, z, dt_bias, dt_softplus, False)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -76,9 +75,51 @@ class Mixer(Adapter):
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = patched(self)
         assert patch is not None
-        if any(hasattr(part, "_hf_hook") for part in self.children()):  # weights that are moved in by hooks: the stock forward knows how
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        differentiable_step = hidden_states.shape[1] == 1 and torch.is_grad_enabled()  # ops that write states in place have no backward
+        if differentiable_step or _hooked(self._modules.values()):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return _with_functions(patch.base)(self, *args, **kwargs)
+
+
+def _hooked(parts: Iterable[Any]) -> bool:
+    """Whether weights are moved in by hooks: the stock forward knows how, where it reads them past their modules."""
+    return any("_hf_hook" in part.__dict__ for part in parts if part is not None)
+
+
+class SelectiveMixer(Mixer):
+    """turnout's convolution and scan in place of those of its module; decoding without what lies between them"""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = _held(self, *args, **kwargs)
+        return super().forward(*args, **kwargs) if held is None else _step(self, args[0] if args else kwargs["hidden_states"], *held)
+
+
+def _held(
+    mixer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **unused: Any
+) -> tuple[Tensor, Tensor] | None:
+    """The states of the convolution and of the scan where this call is a plain step of decoding; None where the stock forward is to run."""
+    if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or torch.is_grad_enabled():
+        return None
+    if torch.compiler.is_dynamo_compiling() or torch.is_autocast_enabled(hidden_states.device.type):
+        return None
+    layer, dt_proj = cache_params.layers[mixer.layer_idx], mixer.dt_proj
+    if not layer.has_previous_state[0] or layer.record_past or dt_proj.weight.dtype is not hidden_states.dtype:
+        return None
+    return None if _hooked((mixer.conv1d, dt_proj)) else (layer.conv_states[0], layer.recurrent_states[0])
+
+
+def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) -> Tensor:
+    """One position of each sequence, [batch, 1, channels] to the same; both states are moved on in place."""
+    conv, dt_proj, size = mixer.conv1d, mixer.dt_proj, mixer.ssm_state_size
+    inner, gate = mixer.in_proj(hidden_states.squeeze(1)).chunk(2, 1)
+    inner = CAUSAL_CONV1D_UPDATE(inner, conv_state, conv.weight.squeeze(1), conv.bias, "silu", None, None)
+    dt, into, out = mixer.x_proj(inner).split_with_sizes((mixer.time_step_rank, size, size), 1)
+    if "dt_layernorm" in mixer._modules:  # Falcon Mamba and Jamba
+        dt, into, out = mixer.dt_layernorm(dt), mixer.b_layernorm(into), mixer.c_layernorm(out)
+    dt = F.linear(dt, dt_proj.weight)
+    y = SELECTIVE_SCAN_UPDATE(inner, state, dt, mixer.A_log, into, out, mixer.D, gate, dt_proj.bias, True, True)
+    return mixer.out_proj(y).unsqueeze(1)
 
 
 @functools.cache
@@ -94,7 +135,10 @@ def _with_functions(mixer: type) -> Callable[..., Any]:
 
 
 class RMSNorm(Adapter):
-    """turnout.rms_norm_silu"""
+    """turnout.rms_norm_silu, and torch's own for a step of decoding"""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return turnout.rms_norm_silu(hidden_states, self.weight, eps=self.variance_epsilon, dim=-1, silu=False)
+        weight = self.weight
+        if hidden_states.is_cuda and hidden_states.numel() <= _ALL_LAUNCH and weight.dtype is hidden_states.dtype:
+            return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+        return turnout.rms_norm_silu(hidden_states, weight, eps=self.variance_epsilon, dim=-1, silu=False)

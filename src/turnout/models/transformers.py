@@ -9,9 +9,9 @@ _MODELS = "transformers.models"
 
 # Module, mixer, and the names of their RMS norms.
 _KINDS = {
-    "mamba": (mamba.Mixer, "Mamba", "MambaMixer", "MambaRMSNorm"),
-    "falcon_mamba": (mamba.Mixer, "FalconMamba", "FalconMambaMixer", "FalconMambaRMSNorm"),
-    "jamba": (mamba.Mixer, "Jamba", "JambaMambaMixer", "JambaRMSNorm"),
+    "mamba": (mamba.SelectiveMixer, "Mamba", "MambaMixer", "MambaRMSNorm"),
+    "falcon_mamba": (mamba.SelectiveMixer, "FalconMamba", "FalconMambaMixer", "FalconMambaRMSNorm"),
+    "jamba": (mamba.SelectiveMixer, "Jamba", "JambaMambaMixer", "JambaRMSNorm"),
     "mamba2": (mamba.Mixer, "Mamba2", "Mamba2Mixer", "Mamba2RMSNorm"),
     "bamba": (mamba.Mixer, "Bamba", "BambaMixer", "BambaRMSNorm"),
     "falcon_h1": (mamba.Mixer, "FalconH1", "FalconH1Mixer", "FalconH1RMSNorm"),

@@ -10,10 +10,12 @@ import turnout.ops.conv3d.routes
 import turnout.ops.dot.routes
 import turnout.ops.group_norm_silu.routes
 import turnout.ops.inner.routes
+import turnout.ops.layer_norm_modulate.routes
 import turnout.ops.matmul.routes
 import turnout.ops.norm_rope.routes
 import turnout.ops.rms_norm_silu.routes
 import turnout.ops.selective_scan.routes
+import turnout.ops.selective_scan_update.routes
 import turnout.ops.upsample_conv2d.routes  # noqa: F401
 from turnout.ops.attention import attention
 from turnout.ops.causal_conv1d import causal_conv1d
@@ -24,10 +26,12 @@ from turnout.ops.conv3d import conv3d
 from turnout.ops.dot import dot
 from turnout.ops.group_norm_silu import group_norm_silu
 from turnout.ops.inner import inner
+from turnout.ops.layer_norm_modulate import gated_add, layer_norm_modulate
 from turnout.ops.matmul import matmul
 from turnout.ops.norm_rope import norm_rope, norm_rope_qk
 from turnout.ops.rms_norm_silu import rms_norm_silu
 from turnout.ops.selective_scan import selective_scan
+from turnout.ops.selective_scan_update import selective_scan_update
 from turnout.ops.upsample_conv2d import upsample_conv2d
 
 __all__ = [
@@ -38,12 +42,15 @@ __all__ = [
     "conv2d",
     "conv3d",
     "dot",
+    "gated_add",
     "group_norm_silu",
     "inner",
+    "layer_norm_modulate",
     "matmul",
     "norm_rope",
     "norm_rope_qk",
     "rms_norm_silu",
     "selective_scan",
+    "selective_scan_update",
     "upsample_conv2d",
 ]

@@ -106,7 +106,7 @@ def flux(settings: Settings) -> tuple[Any, Call]:
     pooled, half = _random(settings, 1, 768), torch.full((1,), 0.5, device=settings.device)
 
     def call(model: Any) -> Tensor:
-        inputs = (x.to(model.dtype) for x in (image, text, pooled, half, 7 * half))
+        inputs = (x.to(model.dtype) for x in (image, text, pooled, half, 8 * half))
         names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance")
         return model(**dict(zip(names, inputs, strict=True)), img_ids=places, txt_ids=places.new_zeros(words, 3), return_dict=False)[0]
 

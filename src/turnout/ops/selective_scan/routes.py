@@ -9,22 +9,20 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
-from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense
-from turnout.ops.selective_scan import SELECTIVE_SCAN, SelectiveScan
+from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.ops.selective_scan import SELECTIVE_SCAN, SelectiveScan, work
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-KINDS = (torch.float32, torch.float16, torch.bfloat16)
 MOST_STATES = 256
 LONGEST = 2**31 - 1
+HELD = 512  # states of one warp, 16 to a thread
+NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
 def refuses(problem: SelectiveScan, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
-    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
-    for name, kind in zip(names, problem.dtypes, strict=True):
-        if kind is not None:
-            yield from (f"{name} of {reason}" for reason in needs.needs_dtype(kind, *KINDS))
+    yield from needs.needs_half_or_single(**dict(zip(NAMES, problem.dtypes, strict=True)))
     if problem.elements == 0 or problem.states == 0:
         yield "nothing to scan, this route needs at least one element and one state"
     if problem.states > MOST_STATES:
@@ -33,22 +31,43 @@ def refuses(problem: SelectiveScan, device: Device) -> Iterator[str]:
         yield f"length {problem.length}, this route needs at most {LONGEST}"
 
 
-def cost(problem: SelectiveScan, device: Device) -> None:
-    """No estimate until the GPU tests have passed on a card: until then a pin takes this route, or `tune`, which checks outputs."""
+def cost(problem: SelectiveScan, device: Device) -> float | None:
+    """The bytes, or the steps: a multiprocessor runs four warps at a time, and a step of one took 0.4 us on an H200."""
+    moving = device.seconds(work(problem).bytes)
+    if moving is None or device.type != "cuda":
+        return None
+    warps = problem.batch * ceil_div(problem.dim, channels_of_a_warp(problem.states))
+    turns = max(1.0, warps / (4 * device.units))
+    return max(14e-6, 4e-6 + moving / 0.7, 4e-6 + problem.length * turns * 0.4e-6)
+
+
+def channels_of_a_warp(states: int) -> int:
+    """A channel to a thread with up to 16 states; fewer where there are more."""
+    return max(4, HELD // max(16, power_of_two(states)))
+
+
+def fewer_channels(states: int, batch: int, dim: int, programs: int) -> int:
+    """Those of a warp, or as few as it takes to have that many programs."""
+    channels = channels_of_a_warp(states)
+    while channels > 8 and batch * ceil_div(dim, channels) < programs:
+        channels //= 2
+    return channels
 
 
 def configs(problem: SelectiveScan, device: Device) -> list[Config]:
-    """A warp for each 32 channels with 16 states; fewer channels where there are more states or too few programs."""
-    channels = max(4, 512 // max(16, 1 << (problem.states - 1).bit_length()))
-    while channels > 8 and problem.batch * ceil_div(problem.dim, channels) < device.units:
-        channels //= 2
-    return [{"channels": channels, "steps": 1 if problem.length == 1 else 8, "warps": 1}]
+    """A warp for each of a multiprocessor's four schedulers, if that can be had. One that is alone there has nobody to wait with and reads
+    further ahead."""
+    channels = fewer_channels(problem.states, problem.batch, problem.dim, 4 * device.units)
+    if problem.length == 1:
+        return [{"channels": channels, "steps": 1, "warps": 1}]
+    tries = [(channels, 8 if channels <= 8 else 4), (channels, 4 if channels <= 8 else 8), (max(4, channels // 2), 4)]
+    return [{"channels": n, "steps": steps, "warps": 1} for n, steps in tries]
 
 
-@SELECTIVE_SCAN.route("one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=1)
+@SELECTIVE_SCAN.route("one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=2)
 def one_launch(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool, *, channels: int = 32, steps: int = 8, warps: int = 1,
+    dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool, *, channels: int = 32, steps: int = 4, warps: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     from turnout.ops.launching import launch
     from turnout.ops.selective_scan.kernels import scan
@@ -58,16 +77,13 @@ def one_launch(
     final = torch.empty((batch, dim, states) if return_final_state else 0, dtype=torch.float32, device=x.device)
     none = (0, 0, 0)
     numbers = (
-        dim, length, states, *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *(none if z is None else z.stride()),
-        *(none if initial_state is None else initial_state.stride()), *y.stride(),
+        dim, length, *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *(none if z is None else z.stride()),
+        *(none if initial_state is None else initial_state.stride()), *y.stride(), *(final.stride() if return_final_state else none),
     )  # fmt: skip
     constants = {
-        "SOFTPLUS": dt_softplus,
-        "FINAL": return_final_state,
-        "N": max(2, 1 << (states - 1).bit_length()),
-        "BD": channels,
-        "STEPS": steps,
-    }
+        "SOFTPLUS": dt_softplus, "LOG": False, "FINAL": return_final_state, "STATES": states, "N": max(2, power_of_two(states)),
+        "BD": channels, "STEPS": steps,
+    }  # fmt: skip
     skip, bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
     tensors = (x, dt, A, B, C, skip, z, bias, initial_state, y, final)
     launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps=warps)

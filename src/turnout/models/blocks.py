@@ -1,0 +1,261 @@
+"""Blocks of diffusion transformers: what stands between their products is one pass each, GELU is part of the product before it, and
+nothing is joined that can be written where it is wanted. Attention is its processor's, see dit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import turnout
+from turnout.models.patch import Adapter
+from turnout.models.video import may_write
+from turnout.routing import settings
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def direct(x: Tensor, *layers: Any) -> bool:
+    """Whether torch's functions may stand for linear layers: no gradient, no tracing, no autocast, and layers that are nothing but their
+    product with x: no hooks, no adapters beside them, no quantised weights."""
+    return (
+        may_write(x, *(layer.weight for layer in layers))
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(type(layer) is nn.Linear and layer.bias is not None and _bare(layer, x.dtype) for layer in layers)
+    )
+
+
+def _bare(layer: nn.Linear, dtype: torch.dtype) -> bool:
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    return not hooked and type(layer.weight) in (Tensor, nn.Parameter) and layer.weight.dtype == dtype
+
+
+def linear_gelu(layer: Any, x: Tensor) -> Tensor:
+    """`gelu(layer(x))` in its tanh form. On a GPU cuBLAS has it in the product's epilogue, for results without gaps; its tanh has the
+    precision of half types. Elsewhere the function behind it is another GELU."""
+    if x.device.type == "cuda" and x.dtype in _HALF and direct(x, layer) and settings.current().numerics != "exact":
+        rows = torch._addmm_activation(  # pyright: ignore[reportPrivateImportUsage]
+            layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True
+        )
+        return rows.unflatten(0, x.shape[:-1])
+    return F.gelu(layer(x), approximate="tanh")
+
+
+def joined(first: Tensor, second: Tensor) -> Tensor:
+    """`cat([first, second], 1)` of `[B, S, C]`; where they are two parts of one tensor already, that tensor."""
+    batch, words, channels = first.shape
+    strides, tokens = first.stride(), words + second.shape[1]
+    if (
+        may_write(first, second)
+        and strides == second.stride()
+        and strides[0] == tokens * strides[1]
+        and first.storage_offset() + words * strides[1] == second.storage_offset()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    ):
+        return first.as_strided((batch, tokens, channels), strides)
+    return torch.cat([first, second], 1)
+
+
+def joined_products(first: Any, x: Tensor, second: Any, y: Tensor) -> Tensor:
+    """`cat([first(x), second(y)], 1)` of `[B, S, C]`, each product written where it is wanted."""
+    if x.shape[0] != 1 or not (direct(x, first) and direct(y, second)):
+        return torch.cat([first(x), second(y)], 1)
+    out = x.new_empty(1, x.shape[1] + y.shape[1], first.weight.shape[0])
+    for layer, given, into in ((first, x, out[0, : x.shape[1]]), (second, y, out[0, x.shape[1] :])):
+        torch.addmm(layer.bias, given[0], layer.weight.t(), out=into)
+    return out
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+def _needs_bare_norm(*norms: Any) -> Iterable[str]:
+    for norm in norms:
+        if not isinstance(norm, nn.LayerNorm) or norm.weight is not None:
+            yield f"norm {type(norm).__name__}, this adapter needs a layer norm without weights"
+
+
+class AdaLayerNormZero(Adapter):
+    """layer norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm)
+
+    def forward(
+        self: Any, x: Tensor, timestep: Tensor | None = None, class_labels: Tensor | None = None, hidden_dtype: torch.dtype | None = None,
+        emb: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        if self.emb is not None:
+            emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
+        shift, scale, *rest = self.linear(self.silu(emb)).chunk(6, dim=1)
+        return _modulated(self.norm, x, scale, shift), rest[0], rest[1], rest[2], rest[3]
+
+
+class AdaLayerNormZeroSingle(Adapter):
+    """layer norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm)
+
+    def forward(self: Any, x: Tensor, emb: Tensor) -> Any:
+        shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
+        return _modulated(self.norm, x, scale, shift), gate
+
+
+class AdaLayerNormContinuous(Adapter):
+    """layer norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm)
+
+    def forward(self: Any, x: Tensor, conditioning_embedding: Tensor) -> Tensor:
+        scale, shift = self.linear(self.silu(conditioning_embedding).to(x.dtype)).chunk(2, dim=1)
+        return _modulated(self.norm, x, scale, shift)
+
+
+def _modulated(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    if x.dim() != 3 or scale.dtype != x.dtype:  # torch would give more dimensions, or a wider result
+        return norm(x) * (1 + scale[:, None]) + shift[:, None]
+    return turnout.layer_norm_modulate(x, scale, shift, eps=norm.eps)  # pyright: ignore[reportReturnType]
+
+
+class Gelu(Adapter):
+    """GELU in the product's epilogue"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        if instance.approximate != "tanh":
+            yield f"approximate {instance.approximate!r}, this adapter needs 'tanh'"
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return linear_gelu(self.proj, hidden_states)
+
+
+def _fed_forward(
+    feed_forward: Any, norm: Any, x: Tensor, found: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, last_gate: Tensor
+) -> Tensor:
+    """The second half of a block: what attention found is added to x, and what the feed-forward layers make of the norm of that."""
+    normed, x = turnout.layer_norm_modulate(found, scale, shift, eps=norm.eps, residual=x, gate=gate)
+    return turnout.gated_add(x, last_gate, feed_forward(normed))
+
+
+class FluxPosEmbed(Adapter):
+    """rotary tables of all axes at once"""
+
+    def forward(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+        if ids.device.type not in ("cpu", "cuda"):  # not every device has float64
+            return super().forward(ids)  # pyright: ignore[reportAttributeAccessIssue]
+        sizes = self.axes_dim[: ids.shape[-1]]
+        steps = torch.cat([torch.arange(0, size, 2, dtype=torch.float64, device=ids.device) / size for size in sizes])
+        places = torch.cat([place.expand(-1, size // 2) for place, size in zip(ids.float().split(1, 1), sizes, strict=True)], 1)
+        turns = places * (1.0 / self.theta**steps)  # [S, D/2]
+        cos, sin = (table.float().unsqueeze(-1).expand(-1, -1, 2).flatten(1) for table in (turns.cos(), turns.sin()))
+        return cos, sin
+
+
+class FluxBlock(Adapter):
+    """residual, gate, norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm2, instance.norm2_context)
+
+    def forward(
+        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if joint_attention_kwargs or temb.dtype != hidden_states.dtype:
+            return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
+            )
+        image, *image_modulation = self.norm1(hidden_states, emb=temb)
+        text, *text_modulation = self.norm1_context(encoder_hidden_states, emb=temb)
+        image, text = self.attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
+        image = _fed_forward(self.ff, self.norm2, hidden_states, image, *image_modulation)
+        text = _fed_forward(self.ff_context, self.norm2_context, encoder_hidden_states, text, *text_modulation)
+        return _finite(text), image
+
+
+class FluxSingleBlock(Adapter):
+    """residual and gate in one pass, GELU in the product's epilogue"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        activation = instance.act_mlp
+        if not isinstance(activation, nn.GELU) or activation.approximate != "tanh":
+            yield f"activation {activation}, this adapter needs GELU in its tanh form"
+
+    def forward(
+        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if joint_attention_kwargs or temb.dtype != hidden_states.dtype:
+            return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
+            )
+        words, x = encoder_hidden_states.shape[1], joined(encoder_hidden_states, hidden_states)
+        normed, gate = self.norm(x, emb=temb)
+        found = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        x = _finite(turnout.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1))))
+        return x[:, :words], x[:, words:]
+
+
+class QwenImageBlock(Adapter):
+    """residual, gate, norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.img_norm1, instance.img_norm2, instance.txt_norm1, instance.txt_norm2)
+
+    def forward(
+        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_hidden_states_mask: Tensor | None, temb: Tensor,
+        image_rotary_emb: Any = None, joint_attention_kwargs: dict[str, Any] | None = None, modulate_index: Any = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.zero_cond_t or modulate_index is not None or temb.dtype != hidden_states.dtype:
+            return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
+                hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb, joint_attention_kwargs,
+                modulate_index,
+            )  # fmt: skip
+        shift, scale, gate, last_shift, last_scale, last_gate = self.img_mod(temb).chunk(6, -1)
+        text_shift, text_scale, text_gate, last_text_shift, last_text_scale, last_text_gate = self.txt_mod(temb).chunk(6, -1)
+        image, text = self.attn(
+            hidden_states=_modulated(self.img_norm1, hidden_states, scale, shift),
+            encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_scale, text_shift),
+            encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {}),
+        )  # fmt: skip
+        image = _fed_forward(self.img_mlp, self.img_norm2, hidden_states, image, gate, last_shift, last_scale, last_gate)
+        text = _fed_forward(
+            self.txt_mlp, self.txt_norm2, encoder_hidden_states, text, text_gate, last_text_shift, last_text_scale, last_text_gate
+        )
+        return _finite(text), _finite(image)
+
+
+class WanBlock(Adapter):
+    """residual, gate, norm, scale and shift in one pass"""
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm1, instance.norm3)
+        if not isinstance(instance.norm2, (nn.LayerNorm, nn.Identity)):
+            yield f"norm {type(instance.norm2).__name__}, this adapter needs a layer norm or none"
+
+    def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
+        # [B, 6, C], or one for each token: [B, S, 6, C]
+        shift, scale, gate, last_shift, last_scale, last_gate = (self.scale_shift_table + temb.float()).unbind(-2)
+        x = hidden_states
+        found = self.attn1(turnout.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb)
+        if isinstance(self.norm2, nn.LayerNorm):
+            weight, bias = (None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias))
+            normed, x = turnout.layer_norm_modulate(found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate)
+        else:
+            normed = x = turnout.gated_add(x, gate, found)
+        found = self.attn2(normed, encoder_hidden_states, None, None)
+        normed, x = turnout.layer_norm_modulate(found, last_scale, last_shift, eps=self.norm3.eps, residual=x)
+        return turnout.gated_add(x, last_gate, self.ffn(normed))
