@@ -213,4 +213,5 @@ def test_more_than_2_31_elements(name):
     k[:, :, -64:] = torch.randn(64, dim, dtype=torch.bfloat16, device=GPU)
     with turnout.pin(attention=name):
         found = turnout.attention(q, k, k, kv_lengths=[[0, 64]])
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, k[:, :, -64:], k[:, :, -64:]), rtol=2e-2, atol=2e-2)
+    last = k[:, :, -64:].clone(memory_format=torch.contiguous_format)  # torch's kernels do not take a stride beyond 2^31
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, last, last), rtol=2e-2, atol=2e-2)

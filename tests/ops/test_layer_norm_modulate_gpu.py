@@ -54,7 +54,7 @@ def test_memory_is_the_output():
     x, gate = torch.randn(1, 4608, 3072, device=CUDA, dtype=torch.bfloat16), torch.ones(1, 1, 3072, device=CUDA, dtype=torch.bfloat16)
     args = (x, x, gate, None, None, gate, gate, 1e-6)
     ROWS.run(*args)
-    assert peak_mib(ROWS.run, args) < 2 * x.numel() * 2 / 2**20 + 0.1
+    assert peak_mib(ROWS.run, args) < 2 * x.numel() * 2 / 2**20 + 4  # the allocator's blocks are of 2 MiB
 
 
 def test_gelu_is_in_the_epilogue_and_in_its_tanh_form():

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 _HOST_CALLS = 50
-_BUSY = 4  # passes over half a gigabyte before a sample: half a millisecond on an H200, longer than its host takes to queue a call
+_WARM = 40  # passes over half a gigabyte, 5 ms on an H200
+_BUSY = 4  # of them before a sample at least: half a millisecond, longer than a host takes to queue most calls
 
 
 class Timing(NamedTuple):
@@ -71,8 +72,13 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
     with torch.cuda.device(device):
         # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host needs to queue the call.
         flush = torch.zeros(max(512 * 2**20, 4 * cache) // 4, device=device)
-        for _ in range(40):  # to steady clocks
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(_WARM):  # to steady clocks
             flush.sum()
+        stop.record()
+        torch.cuda.synchronize()
+        pass_us = 1e3 * start.elapsed_time(stop) / _WARM
         samples: dict[str, list[float]] = {name: [] for name in variants}
         host: dict[str, list[float]] = {name: [] for name in variants}
         end = time.perf_counter() + seconds
@@ -80,7 +86,7 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
             for name, run in _shuffled(variants, i):
                 args = inputs[i % len(inputs)]
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                for _ in range(_BUSY):
+                for _ in range(_passes(host[name], pass_us)):
                     flush.sum()
                 start.record()
                 run(*args)
@@ -92,6 +98,11 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
             if i >= 2 and time.perf_counter() > end:
                 break
     return {name: _summary(samples[name], host[name]) for name in variants}
+
+
+def _passes(host_us: Sequence[float], pass_us: float) -> int:
+    """Enough work to keep the card busy for as long as the host takes to queue a call, and half as long again."""
+    return max(_BUSY, int(1.5 * min(host_us, default=0.0) / max(pass_us, 1.0)) + 1)
 
 
 def _host_time(run: Callable[..., Any], args: tuple, device_us: float) -> float:
