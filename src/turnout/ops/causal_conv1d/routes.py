@@ -200,7 +200,7 @@ def on_cpu(
     import numpy as np
 
     from turnout.ops.causal_conv1d import cpu_kernels
-    from turnout.ops.threads import split
+    from turnout.ops.threads import in_shares
 
     (batch, dim, length), width = x.shape, weight.shape[1]
     x, y = x.detach(), empty_dense(x, channel_last(x))
@@ -221,11 +221,11 @@ def on_cpu(
         blocks = cpu_kernels.blocks_of(sizes)
         taps = taps.t().contiguous().numpy()
         block = (x.stride(2), taps, shift, marks, states, into, y_at, sizes, blocks, length, *has)
-        split(functools.partial(cpu_kernels.cols, source, x_at, *block), blocks.shape[0])
+        in_shares(functools.partial(cpu_kernels.cols, source, x_at, *block), blocks.shape[0])
     else:
         taps = taps.contiguous().numpy()
         row = (x.stride(1), x.stride(2), taps, shift, marks, states, into, y_at, y.stride(1), y.stride(2), sizes, length, *has)
-        split(functools.partial(cpu_kernels.rows, source, x_at, *row), sizes.size * dim)
+        in_shares(functools.partial(cpu_kernels.rows, source, x_at, *row), sizes.size * dim)
     final = x.new_empty(0)
     if return_final_states:
         final = x.new_empty(sizes.size, dim, width - 1)

@@ -99,7 +99,7 @@ def cpu_channels(
     import numpy as np
 
     from turnout.ops.causal_conv1d_update.cpu_kernels import tiles_of, update
-    from turnout.ops.threads import split
+    from turnout.ops.threads import in_shares
 
     new, y, out = with_axis(x.detach())
     batch, dim, length = new.shape
@@ -111,5 +111,5 @@ def cpu_channels(
     shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
     given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
-    split(lambda first, last: update(*given, first, last), tiles_of(batch, dim))
+    in_shares(lambda first, last: update(*given, first, last), tiles_of(batch, dim))
     return out

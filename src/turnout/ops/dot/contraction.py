@@ -208,7 +208,7 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
     import numpy as np
 
     from turnout.ops.dot.cpu_kernels import CHUNK, sum_bfloat16, sum_float16, sum_float32
-    from turnout.ops.threads import split
+    from turnout.ops.threads import in_shares
 
     sums = problem.contraction()
     kernel = {torch.float32: sum_float32, torch.bfloat16: sum_bfloat16, torch.float16: sum_float16}[a.dtype]
@@ -216,5 +216,5 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
     flat = [t.detach().as_strided(((sums.batch - 1) * step + sums.length,), (1,)) for t, step in zip((a, b), steps, strict=True)]
     x, y = [(t if a.dtype is torch.float32 else t.view(torch.uint16)).numpy() for t in flat]
     totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
-    split(lambda first, last: kernel(x, y, *steps, sums.length, first, last, totals.reshape(-1)), totals.size)
+    in_shares(lambda first, last: kernel(x, y, *steps, sums.length, first, last, totals.reshape(-1)), totals.size)
     return torch.from_numpy(totals.sum(1)).to(a.dtype).reshape(sums.output)

@@ -125,7 +125,7 @@ def cpu_rows(
     import numpy as np
 
     from turnout.ops.norm_rope.cpu_kernels import norm_rope as kernel
-    from turnout.ops.threads import split
+    from turnout.ops.threads import in_shares
 
     kind = {"none": 0, "pair": 1, "element": 2, "complex": 3}[table_kind(cos, rotary)]
     if kind == 3 and cos is not None:
@@ -150,5 +150,5 @@ def cpu_rows(
             batch, tokens, heads, dim = part.shape
             given = (flat(part), *part.stride()[:3], tokens, before, heads, dim, w, np.float32(eps), {"none": 0, "head": 1, "all": 2}[norm])
             turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)
-            split(functools.partial(kernel, *given, *turning), batch * tokens)
+            in_shares(functools.partial(kernel, *given, *turning), batch * tokens)
     return outs[0], outs[1]

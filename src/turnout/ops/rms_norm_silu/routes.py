@@ -163,7 +163,7 @@ def on_cpu(
     import numpy as np
 
     from turnout.ops.rms_norm_silu import cpu_kernels
-    from turnout.ops.threads import split
+    from turnout.ops.threads import in_shares
 
     channels, where = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
     sizes, x_steps, y_steps = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
@@ -172,11 +172,11 @@ def on_cpu(
     rest = (np.float32(eps), style == "normalize", silu)
     if by_rows:
         given = (flat(x), x_steps, scale, shift, flat(out), y_steps, sizes, *rest)
-        split(functools.partial(cpu_kernels.rows, *given), sizes[0] * sizes[1] * sizes[2])
+        in_shares(functools.partial(cpu_kernels.rows, *given), sizes[0] * sizes[1] * sizes[2])
     else:
         tile, tiles = cpu_kernels.tiles_of(sizes[0] * sizes[1], sizes[2], channels)
         given = (flat(x), x_steps, x.stride(dim), scale, shift, flat(out), y_steps, out.stride(dim), sizes, tile, *rest)
-        split(functools.partial(cpu_kernels.planes, *given), tiles)
+        in_shares(functools.partial(cpu_kernels.planes, *given), tiles)
 
 
 @RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_cost, numerics="close", version=1)
