@@ -152,6 +152,7 @@ def bench(
     json: Json = False,
 ) -> None:  # fmt: skip
     """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
+    Cases called tiny are for tests, and timed only where `--only` asks for them.
 
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """

@@ -56,7 +56,8 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
     """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's routes.
 
     model: a module of diffusers or transformers, a diffusers pipeline, or any `nn.Module`. Models that are known run in channels-last from
-    the first convolution to the last, with norm, activation, bias and residual fused; of others the single layers are routed.
+    the first convolution to the last, their weights included, with norm, activation, bias and residual fused; of others the single layers
+    are routed.
     `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call. Returns a report;
     warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
 
@@ -94,7 +95,7 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
 
 
 def restore(model: Any) -> int:
-    """Give every patched instance of a model its own class back: the model is the stock model again, bit for bit.
+    """Give every patched instance its own class, and every weight its old layout, back: the model is the stock model again, bit for bit.
 
     Returns how many instances were patched.
 

@@ -92,13 +92,12 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
             torch.cuda.synchronize(device)
     events = list(profiler.events() or [])
     wanted = "CUDA" if on_gpu else "CPU"
-    skipped = ("ProfilerStep", "cuda", "cudnn::")
-    if on_gpu:  # where a range only repeats its kernels; on a CPU it has time of its own, that of kernels which torch does not know
-        skipped += tuple(why)
+    # A range repeats its kernels on a GPU; on a CPU it has time of its own, that of kernels which torch does not know.
+    repeats = set(why) if on_gpu else set()
     kernels = [
         Kernel(event.name, event.time_range.start / 1e3, (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3)
         for event in events
-        if event.device_type.name == wanted and not event.name.startswith(skipped)
+        if event.device_type.name == wanted and event.name not in repeats and not event.name.startswith(("ProfilerStep", "cuda", "cudnn::"))
     ]
     kernels = [kernel for kernel in kernels if kernel.length > 0]
     trace = Trace(sorted(kernels, key=lambda kernel: kernel.start))

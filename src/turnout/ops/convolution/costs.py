@@ -79,7 +79,7 @@ def gpu_moving(bytes: float, device: Device, share: float = 0.7) -> float:
 
 
 def gpu_relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
-    """From one layout to the other: cuDNN's transposing copies, and ours, reach half of the bandwidth."""
+    """From one layout to the other: cuDNN's transposing copies reach half of the bandwidth, ours more."""
     return LAUNCH / 2 + gpu_moving(2 * prod(shape) * problem.dtype.itemsize, device, 0.5)
 
 
