@@ -1,21 +1,32 @@
-"""Launching Triton kernels at half the host time.
+"""Launching Triton kernels at a third of the host time.
 
 `kernel[grid](...)` works out at every call which compiled version fits, asks the driver about every pointer and calls hooks that nobody
 hung there: 25 us on the H200's host. A compiled version fits whenever the numbers, dtypes and alignments are the same, so it is kept under
-exactly those, and it is handed addresses and a stream, about which there is nothing to ask.
+exactly those, and it is handed addresses and a stream, about which there is nothing to ask. Descriptors for TMA are encoded once for an
+address: an allocator that keeps what is freed hands out the same ones again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 _MOST_KEPT = 4096
-_compiled: dict[tuple, Any] = {}
+_MOST_ENCODED = 256  # addresses of one kind of descriptor
+_KNOWN_LAUNCHER = "iiiKKppOOOOOO"  # what the C launcher of Triton 3.6 takes before the kernel's own arguments
+_compiled: dict[tuple, Compiled] = {}
 _hooks: list[Any] = []  # Triton's launch hooks, once it was needed
+
+
+class Compiled(NamedTuple):
+    """A kernel that was launched before. `launcher` is Triton's in C, without the Python in front of it; None where it is another one."""
+
+    kernel: Any
+    launcher: Callable[..., None] | None
+    between: tuple = ()  # what the launcher takes between the stream and the kernel's own arguments
 
 
 def launch(
@@ -23,7 +34,7 @@ def launch(
     *, warps: int, **options: Any,
 ) -> None:  # fmt: skip
     """Run `programs` programs of a kernel whose parameters are tensors, then numbers, then constants (in that order), on the current
-    stream of the first tensor's device. A tensor that is not there is None. Triton's descriptors of tensors count as tensors."""
+    stream of the first tensor's device. A tensor that is not there is None. Descriptors made by `ops.tma` count as tensors."""
     first: Tensor = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0].base
     device = first.device
     if device.index is not None and device.index != torch.cuda.current_device():
@@ -31,25 +42,47 @@ def launch(
             launch(kernel, programs, tensors, numbers, constants, warps=warps, **options)
         return
     fixed = tuple(constants.values())
-    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
-    kinds = tuple([(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else _kind(x) for x in tensors])
+    kinds = tuple([(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x and x.kind for x in tensors])
     key = (kernel.fn, device, kinds, numbers, fixed, warps, *options.items())
     compiled = _compiled.get(key)
     if compiled is None:
         _first_launch(key, kernel, programs, tensors, numbers, constants, warps, options)
         return
     stream = torch._C._cuda_getCurrentRawStream(device.index)
-    if any(hook.calls for hook in _hooks):  # a profiler listens
-        compiled[(programs, 1, 1)](*addresses, *numbers, *fixed, stream=stream)
+    if compiled.launcher is not None and not any(hook.calls for hook in _hooks):
+        compiled.launcher(programs, 1, 1, stream, *compiled.between, *_arguments(tensors, compiled.kernel), *numbers, *fixed)
         return
-    compiled.run(
-        programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *numbers, *fixed
-    )  # fmt: skip
+    addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+    if any(hook.calls for hook in _hooks):  # a profiler listens
+        compiled.kernel[(programs, 1, 1)](*addresses, *numbers, *fixed, stream=stream)
+        return
+    run, function, about = compiled.kernel.run, compiled.kernel.function, compiled.kernel.packed_metadata
+    run(programs, 1, 1, stream, function, about, None, None, None, *addresses, *numbers, *fixed)
 
 
-def _kind(x: Any) -> Any:
-    """What compiled code knows of a descriptor, a number if `ops.tma` made it: sizes, strides and the address travel with the launch."""
-    return None if x is None else getattr(x, "kind", None) or (x.base.dtype, *x.block_shape, getattr(x, "layout", None), x.padding)
+def _arguments(tensors: tuple[Any, ...], kernel: Any) -> list[Any]:
+    """Addresses of tensors; of descriptors what Triton makes of them, which is the same for the same address."""
+    found: list[Any] = []
+    for i, x in enumerate(tensors):
+        if x is None:
+            found.append(None)
+        elif isinstance(x, Tensor):
+            found.append(x.data_ptr())
+        else:
+            address = x.base.data_ptr()
+            encoded = x.encoded.get(address)
+            if encoded is None:
+                if len(x.encoded) >= _MOST_ENCODED:
+                    x.encoded.clear()
+                encoded = x.encoded[address] = _encode(x, kernel, sum(isinstance(t, type(x)) for t in tensors[:i]))
+            found += encoded
+    return found
+
+
+def _encode(descriptor: Any, kernel: Any, index: int) -> list[Any]:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, kernel.metadata.tensordesc_meta[index])
 
 
 def _first_launch(key, kernel, programs, tensors, numbers, constants, warps, options) -> None:
@@ -60,4 +93,17 @@ def _first_launch(key, kernel, programs, tensors, numbers, constants, warps, opt
         if len(_compiled) >= _MOST_KEPT:
             _compiled.clear()
         _hooks[:] = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        _compiled[key] = compiled
+        _compiled[key] = _in_short(compiled)
+
+
+def _in_short(compiled: Any) -> Compiled:
+    """The way past Triton's Python, where its launcher in C is the one we know and needs no memory of its own."""
+    from triton.backends.nvidia import driver
+
+    run, launcher = compiled.run, compiled.run.launch
+    if getattr(driver, "_BASE_ARGS_FORMAT", None) != _KNOWN_LAUNCHER or run.global_scratch_size or run.profile_scratch_size:
+        return Compiled(compiled, None)
+    if hasattr(launcher, "__closure__"):  # it encodes descriptors, then calls what it closes over
+        launcher = dict(zip(launcher.__code__.co_freevars, launcher.__closure__, strict=True))["launcher"].cell_contents
+    between = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None)
+    return Compiled(compiled, launcher, between)

@@ -40,6 +40,7 @@ def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     found: Any = TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*steps, 1], list(block), layout)
     found.base = None
     found.kind = _kinds.setdefault((dtype, block, layout), len(_kinds) + 1)
+    found.encoded = {}  # by address, of all descriptors of this pattern
     return found
 
 

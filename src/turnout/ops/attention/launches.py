@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from turnout.ops import tma
 from turnout.ops.attention import heads_inside
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 
@@ -97,9 +96,10 @@ def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
         into = torch.empty(splits, batch * heads, rows, dim, dtype=torch.float32, device=q.device)
         maxima, sums = torch.empty(2, splits, batch * heads, rows, dtype=torch.float32, device=q.device)
     rest = max(64, power_of_two(dim - HALF))
+    q, k, v = (x if tma.aligned(x) else x.clone() for x in (q, k, v))
     boxes = ((q, QUERIES, CHUNK), (k, KEYS, CHUNK), (v, PART, HALF), (v, PART, rest))
-    descriptors = [described(x, (1, 1, *box)) for x, *box in (boxes[:3] if rest == HALF else boxes)]
-    tensors = (*descriptors, *[None] * (4 - len(descriptors)), into, maxima, sums)
+    descriptors = [tma.described(x, tma.pattern(x.shape, x.stride(), x.dtype, (1, 1, *box))) for x, *box in boxes]
+    tensors = (*descriptors[:3], None if rest == HALF else descriptors[3], into, maxima, sums)
     blocks = ceil_div(ceil_div(keys, KEYS), splits)
     strides = out.stride()[:3] if splits == 1 else into.stride()[:3]
     numbers = (heads, heads // k.shape[1], rows, keys, dim, blocks, scale * LOG2E, *strides)
@@ -121,19 +121,3 @@ def run_combine(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> Non
     numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])
     constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
     launch(combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, warps=4)
-
-
-def described(x: Tensor, box: tuple[int, ...]) -> Any:
-    """How TMA reads x, in boxes of four dimensions. Its addresses are multiples of 16 bytes: a tensor that starts elsewhere is copied."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    x = x if x.data_ptr() % 16 == 0 else x.clone()
-    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)]  # of size 1: never used
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), swizzled())
-
-
-@functools.cache
-def swizzled() -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)

@@ -27,6 +27,7 @@ from turnout.routing.op import Config
 
 LONGEST = 2**30 - 2**16  # positions are counted in 32 bits; offsets have 64
 WIDE = range(257, 513)
+MOST_APART = 2**25  # bytes of an output on its way
 
 # torch's backends
 
@@ -161,30 +162,46 @@ def common_keys(
     `apart`: a call for each batch element instead, on more of its keys, in turns on two streams."""
     lengths = lengths or [k.shape[2], 0] * k.shape[0]
 
-    def together(some: slice, lengths: Sequence[int]) -> Tensor:
+    def together(some: slice, some_rows: slice, lengths: Sequence[int]) -> Tensor:
         run = padding.Common.of(lengths, k.shape[2], step)
         (near, more_near), (far, more_far) = run.split(k[some]), run.split(v[some])
-        out, sums = with_sums(q[some], near, far, scale, cudnn and run.size > 1)
+        queries = q[some, :, some_rows]
+        out, sums = with_sums(queries, near, far, scale, cudnn and run.size > 1)
         first, size = run.some
         if size:
             rest = padding.on_device(run.rest[2 * first : 2 * (first + size)], q.device)
-            queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (q[some], more_near, more_far, out, sums))
+            queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (queries, more_near, more_far, out, sums))
             run_flash(queries, more_near, more_far, None, False, scale, rest, rows, keys, warps, stages, so_far=(part, behind))
         return out
 
     groups = padding.alike(lengths)
     if len(groups) == 1 or not apart:
-        return together(slice(None), lengths)
+        return together(slice(None), slice(None), lengths)
     out = empty_like_queries(q, v.shape[3])
 
-    def alone(first: int, count: int, head: int, tail: int) -> None:
+    def alone(first: int, count: int, head: int, tail: int, some_rows: slice) -> None:
         some = slice(first, first + count)
-        out[some] = together(some, [head, tail] * count)
+        out[some, :, some_rows] = together(some, some_rows, [head, tail] * count)
 
     # Those that leave most to our kernel first: it then runs beside another element's call.
     groups.sort(key=lambda group: group[2] + group[3] - padding.Common.of(group[2:], k.shape[2], step).size, reverse=True)
-    take_turns([functools.partial(alone, *group) for group in groups], q.device)
+    shares = [(group, some_rows) for group in groups for some_rows in at_a_time(q.shape, group[1], v.shape[3] * q.dtype.itemsize)]
+    take_turns([functools.partial(alone, *group, some_rows) for group, some_rows in shares], q.device)
     return out
+
+
+def at_a_time(shape: Sequence[int], count: int, row_bytes: int) -> list[slice]:
+    """Queries in shares whose output takes at most `MOST_APART` bytes, until it has been copied to its place.
+
+    >>> at_a_time((2, 24, 4608, 128), 1, 256)
+    [slice(0, 4608, None)]
+    >>> at_a_time((2, 40, 32760, 128), 1, 256)[-1]
+    slice(29952, 32760, None)
+    """
+    _, heads, rows, _ = shape
+    shares = max(1, ceil_div(count * heads * rows * row_bytes, MOST_APART))
+    each = STEP * ceil_div(rows, STEP * shares)
+    return [slice(i, min(i + each, rows)) for i in range(0, rows, each)]
 
 
 # Our own kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_before
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
-from turnout.ops.convolution.kernel_routes import clip_strides, launched, task_of
+from turnout.ops.convolution.kernel_routes import clip_strides, known_output, launched, task_of
 from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
 from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
@@ -138,9 +138,9 @@ def convolved(
     before = (weight.shape[2] - 1) * dilation[0]
     held = 0 if cache is None else min(cache.shape[2], before)
     cache = cache[:, :, cache.shape[2] - held :] if cache is not None and held else None
-    whole = (input.shape[2] + before, *input.shape[3:])
-    sizes = [output_frames(n, *numbers) for n, *numbers in zip(whole, weight.shape[2:], stride, (0, *padding), dilation, strict=True)]
-    out = torch.empty((len(input), len(weight), *sizes), dtype=input.dtype, device=input.device, memory_format=LAST[5])
+    whole = (*input.shape[:2], input.shape[2] + before, *input.shape[3:])
+    shape = known_output(whole, weight.shape, tuple(stride), (0, *padding), tuple(dilation))
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launched(launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache, pad_mode)
     return moved(out, known_format(input, weight))
 

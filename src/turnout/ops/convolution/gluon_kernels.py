@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
-    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "ps", "pu", "pw", "filters", "OS", "OW",
+    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OW",
     "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
 )  # fmt: skip
 
@@ -35,8 +35,20 @@ def place(tile, columns, nw, nu, ns, BU: gl.constexpr, BW: gl.constexpr, SLOTS: 
 
 
 @gluon.jit
+def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr):
+    """First and end of the taps along S that see anything but padding from place s; one at least, as a tile must have a group."""
+    first = s * 0
+    end = first + KO
+    if KO > 1:
+        if not REPLICATE:
+            first = gl.minimum(gl.maximum((ps - frames - s + DS - 1) // DS, 0), KO - 1)
+        end = gl.maximum(gl.minimum((size + ps - s + DS - 1) // DS, KO), first + 1)
+    return first, end
+
+
+@gluon.jit
 def fetch(
-    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
     KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
     BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, WINDOW: gl.constexpr,
@@ -49,7 +61,8 @@ def fetch(
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         column, n, s, u, w = place(tile, columns, nw, nu, ns, BU, STEP, SLOTS)
-        for ko in range(KO):
+        first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
+        for ko in range(first_tap, end_tap):
             for ku in range(KU):
                 for kw in range(KW):
                     for block in range(channel_blocks):
@@ -208,8 +221,9 @@ def accumulate(
 
 @gluon.jit
 def compute(
-    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nu, ns, groups,
-    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
+    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nu, ns, groups_of_tap,
+    frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr, KS: gl.constexpr,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
     BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of every tile's pixels."""
@@ -231,6 +245,8 @@ def compute(
             start2 = begin(bias2, column, BN2, layout2, BIAS)
             for _ in gl.static_range(SLOTS):
                 accs = accs + (start2,)
+        first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
+        groups = (end_tap - first_tap) * groups_of_tap
         accs = accumulate(
             accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, 0, HALF
         )  # fmt: skip
@@ -323,7 +339,7 @@ def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def implicit_gemm(
     x, cache, w1, w2, y1, y2, r1, r2, bias,
-    tiles, nw, nu, ns, channel_blocks, frames, ps, pu, pw, filters,
+    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters,
     BLOCKS: gl.constexpr, KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
     BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr,
@@ -354,15 +370,17 @@ def implicit_gemm(
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(arrived.index(i), count=1)
-    groups = KO * KU * KW * channel_blocks
+    groups = KU * KW * channel_blocks
     gl.warp_specialize(
         [
             (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(0), o2.index(0), full, free_x, free_b, arrived.index(0),
-                       tiles, BLOCKS, nw, nu, ns, groups, KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
+                       tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
+                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
             (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(1), o2.index(1), full, free_x, free_b, arrived.index(1),
-                       tiles, BLOCKS, nw, nu, ns, groups, KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
+                       tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
+                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
             (fetch, (x, cache, w1, w2, xs, b1, b2, full, free_x, free_b,
-                     tiles, BLOCKS, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+                     tiles, BLOCKS, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
                      KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BU, BW, BC, BN1, BN2, 0)),
         ],
         [4, 1],
@@ -373,7 +391,7 @@ def implicit_gemm(
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out(
     x, cache, w1, out, residual, bias,
-    tiles, nw, nu, ns, channel_blocks, frames, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
     KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -389,7 +407,7 @@ def narrow_out(
                               OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
             (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
                               OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, ps, pu, pw,
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
                      1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW)),
         ],
         [4, 1],

@@ -5,6 +5,8 @@ The kernels work channels last. What is not so is copied before, and the output 
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
-from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
+from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper, straight
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
@@ -157,6 +159,8 @@ def launched(
     pad_mode: str = "zeros",
 ) -> None:  # fmt: skip
     """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
+    if straight(launch, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config):
+        return
     precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
     x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
     launch(
@@ -170,13 +174,18 @@ def with_channels_last(x: Tensor) -> Tensor:
     return x if known_last(x.shape, x.stride()) else moved(x, LAST[x.dim()])
 
 
+@functools.lru_cache(4096)
+def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a convolution with such stride, padding and dilation."""
+    return (input[0], weight[0], *itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True)))
+
+
 def convolved(
     launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
 ) -> Tensor:  # fmt: skip
     """A 2-D or 3-D convolution by one launch."""
-    sizes = [output_frames(n, *numbers) for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)]
-    shape = (len(input), len(weight), *sizes)
+    shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
     launched(launch, input, weight, bias, out, stride, padding, dilation, residual, config)
     return moved(out, torch_format(input, weight, bias, stride, padding, dilation, groups))

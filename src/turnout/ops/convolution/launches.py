@@ -9,7 +9,7 @@ holds frames right before the first one of `x`; before those stand zeros, or cop
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from turnout.ops import tma
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
 from turnout.ops.convolution import tiles
+from turnout.ops.convolution.problem import channels_last
 from turnout.ops.convolution.task import Task, Triple
 from turnout.ops.layouts import folded
 from turnout.ops.needs import HALF_AND_SINGLE
@@ -68,9 +69,6 @@ def implicit_gemm_hopper(
     stages: int = 3, from_registers: bool = False,
 ) -> None:  # fmt: skip
     """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
-    from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
-    from turnout.ops.launching import launch
-
     if not tma.aligned(x, weight, out, residual, cache):
         implicit_gemm(
             x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
@@ -80,20 +78,28 @@ def implicit_gemm_hopper(
     from_registers = from_registers or x.dtype is torch.float32  # where TF32 is rounded
     tile = tiles.Tile(share, slots, rows, columns, channels, filters, stages, from_registers)
     weight, held = prepared(weight), map(memory, (x, out, cache, residual))
-    plan = _plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile)
-    tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
-    launch(kernel, min(plan.tiles, Device.of(x.device).units), tensors, plan.numbers, plan.constants, warps=4)
+    plan = _plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    _launch_implicit_gemm(plan, x, weight, bias, out, residual, cache)
 
 
 class Plan(NamedTuple):
     """What a launch needs beside tensors. It follows from shapes, and takes longer to find than the launch itself."""
 
     patterns: tuple
-    tiles: int
+    programs: int
     numbers: tuple[int, ...]
     constants: dict[str, Any]
-    resident: int = 1  # programs on a multiprocessor
     registers: int | None = None  # of a thread
+
+
+def _launch_implicit_gemm(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+) -> None:
+    from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
+    from turnout.ops.launching import launch
+
+    tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
+    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4)
 
 
 Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
@@ -106,7 +112,7 @@ def memory(t: Tensor | None) -> Memory:
 @functools.lru_cache(4096)
 def _plan(
     x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
-    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.Tile,
+    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.Tile, device: Device,
 ) -> Plan:  # fmt: skip
     axes = AXES[tile.share]
     wide, narrow = (*tiles.split(tile.filters), 0)[:2]
@@ -131,7 +137,8 @@ def _plan(
     blocks = ceil_div(filters, tile.filters)
     s, u = axes[1] - 2, axes[2] - 2
     frames, count = cache[0][2] if cache else 0, batch * ns * nu * nw * blocks
-    numbers = (count, nw, nu, ns, ceil_div(channels, tile.channels), frames, padding[s], padding[u], padding[2], filters)
+    deep = ceil_div(channels, tile.channels)
+    numbers = (count, nw, nu, ns, deep, frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters)
     apart, shared = (size[1] * size[2], size[2]), tile.slots > 1
     constants = {
         "BLOCKS": blocks, "KO": 1 if shared else size[s], "KS": size[s] if shared else 1, "KU": size[u], "KW": size[2],
@@ -140,7 +147,7 @@ def _plan(
         "SLOTS": tile.slots, "STAGES": tile.stages, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
         "BN1": wide, "BN2": narrow, "RS": tile.from_registers,
     }  # fmt: skip
-    return Plan(patterns, count, numbers, constants)
+    return Plan(patterns, min(count, device.units), numbers, constants)
 
 
 def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block: tuple[int, ...]) -> Any:
@@ -209,9 +216,6 @@ def narrow_out_hopper(
     share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
 ) -> None:  # fmt: skip
     """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
-    from turnout.ops.convolution.gluon_kernels import narrow_out as kernel
-    from turnout.ops.launching import launch
-
     if not tma.aligned(x, weight, cache):
         implicit_gemm(
             x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
@@ -219,16 +223,25 @@ def narrow_out_hopper(
         )  # fmt: skip
         return
     tile = tiles.NarrowTile(share, slots, channels, stages)
-    weight, held, card = prepared(weight), map(memory, (x, out, cache, residual)), Device.of(x.device)
-    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, pad_mode == "replicate", tile, card.shared)
+    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
+    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    _launch_narrow_out(plan, x, weight, bias, out, residual, cache)
+
+
+def _launch_narrow_out(
+    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+) -> None:
+    from turnout.ops.convolution.gluon_kernels import narrow_out as kernel
+    from turnout.ops.launching import launch
+
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
-    launch(kernel, min(plan.tiles, plan.resident * card.units), tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers)
+    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers)
 
 
 @functools.lru_cache(4096)
 def _narrow_plan(
     x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
-    padding: Triple, replicate: bool, tile: tiles.NarrowTile, shared: int,
+    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.NarrowTile, device: Device,
 ) -> Plan:  # fmt: skip
     axes, (filters, channels, *size) = AXES[tile.share], weight
     s, u = axes[1] - 2, axes[2] - 2
@@ -245,11 +258,12 @@ def _narrow_plan(
     ns, nw = ceil_div(places, tile.slots), ceil_div(width, 2 * window)
     count, frames = batch * ns * others * nw, cache[0][2] if cache else 0
     numbers = (
-        count, nw, others, ns, ceil_div(channels, tile.channels), frames, padding[s], padding[u], padding[2], filters, places, width,
+        count, nw, others, ns, ceil_div(channels, tile.channels), frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters,
+        places, width,
         *(held[1][a] if held else 0 for held in (out, residual) for a in axes),
     )  # fmt: skip
     apart = (size[1], 1)
-    resident = tile.resident(weight, dtype.itemsize, shared)
+    resident = tile.resident(weight, dtype.itemsize, device.shared)
     registers = REGISTERS[resident]
     constants = {
         "KS": size[s], "KU": size[u], "TAP_S": apart[s], "TAP_U": apart[u],
@@ -257,11 +271,63 @@ def _narrow_plan(
         "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
         "REGISTERS": (3 * registers - FETCHING) // 16 * 8,
     }  # fmt: skip
-    return Plan(patterns, count, numbers, constants, resident, registers)
+    return Plan(patterns, min(count, resident * device.units), numbers, constants, registers)
 
 
 def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
     return [tile._asdict() for tile in tiles.narrow(task, device.shared)]
+
+
+class Straight(NamedTuple):
+    """A Hopper kernel without what may have to be done before it."""
+
+    plan: Callable[..., Plan]
+    tile: Callable[..., tiles.Tile | tiles.NarrowTile]
+    launch: Callable[..., None]
+
+
+STRAIGHT: dict[Callable[..., None], Straight] = {
+    implicit_gemm_hopper: Straight(_plan, tiles.Tile, _launch_implicit_gemm),
+    narrow_out_hopper: Straight(_narrow_plan, tiles.NarrowTile, _launch_narrow_out),
+}
+
+
+def straight(
+    launch: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
+    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
+) -> bool:  # fmt: skip
+    """Run a Hopper kernel on tensors as they are, 2-D or 3-D, at a third of the host time. False, and nothing done, where one of them has
+    to be moved or rounded first, and for other kernels."""
+    if launch not in STRAIGHT or x.dtype is torch.float32 or not tma.aligned(x, weight, out, residual, cache):
+        return False
+    held = (*map(memory, (x, out, cache, residual)), *memory(weight), None if bias is None else bias.stride())
+    plan = _straight_plan(
+        launch, held, x.dtype, tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), x.device
+    )  # fmt: skip
+    if plan is not None:
+        STRAIGHT[launch].launch(plan, x, weight, bias, out, residual, cache)
+    return plan is not None
+
+
+@functools.lru_cache(4096)
+def _straight_plan(launch, held, dtype, padding, dilation, replicate, config, device) -> Plan | None:
+    x, out, cache, residual, shape, strides, bias = held
+    if not all(channels_last(*each) for each in (x, cache, residual) if each) or bias not in (None, (1,)):
+        return None
+    filters, steps = as_clip(shape, strides)
+    if not channels_last_steps(filters, steps)[1]:
+        return None
+    kernel, three = STRAIGHT[launch], len(padding) == 3
+    padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
+    clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
+    return kernel.plan(*clips, filters, dtype, padding, dilation, replicate, kernel.tile(**dict(config)), Device.of(device))
+
+
+def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:
+    """Shape and strides with three spatial axes."""
+    if len(shape) == 5:
+        return tuple(shape), strides
+    return (*shape[:2], 1, *shape[2:]), (*strides[:2], strides[2] * shape[2], *strides[2:])
 
 
 def transpose(x: Tensor, out: Tensor) -> bool:

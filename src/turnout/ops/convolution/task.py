@@ -42,6 +42,14 @@ class Task(NamedTuple):
         """Whether frames that are not zero stand before the first: only kernels that take frame by frame find them."""
         return self.cache > 0 or (self.pad_mode == "replicate" and self.padding[0] > 0)
 
+    @property
+    def seen(self) -> float:
+        """The share of the kernel's depth that sees frames, not zeros before the first or behind the last."""
+        frames, depth, outputs = self.x[2], self.weight[2], self.out[2]
+        first = -self.padding[0] if self.pad_mode == "replicate" else -self.cache
+        at = (o * self.stride[0] + k * self.dilation[0] - self.padding[0] for o in range(outputs) for k in range(depth))
+        return sum(first <= frame < frames for frame in at) / max(outputs * depth, 1)
+
 
 def implicit_gemm_refuses(task: Task) -> Iterator[str]:
     """What `implicit_gemm` cannot do. Strides, layouts and channel counts are all welcome."""

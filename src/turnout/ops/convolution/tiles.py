@@ -49,7 +49,7 @@ class Tile(NamedTuple):
         # Barriers; issuing products; where nothing is shared, or in TF32, waiting for them.
         group += 20 * places + 4 * pieces * products + (150 if single else 40 if self.slots == 1 else 0)
         group *= (1.17 if self.stages == 1 else 1.0) * (1.03 if self.share == "height" else 1.0)
-        groups = prod(kernel) // taps * ceil_div(channels, self.channels)
+        groups = prod(kernel) // taps * ceil_div(channels, self.channels) * (1.0 if self.slots > 1 else task.seen)
         ending = 500 + 2 * self.slots * PIXELS * self.filters * task.dtype.itemsize / 128
         tiles = ceil_div(sizes[s], self.slots) * ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns)
         rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
