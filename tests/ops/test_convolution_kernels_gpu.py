@@ -49,6 +49,7 @@ GEMMS = {
     "TF32, alone": (RAGGED._replace(dtype=S, channels=36, filters=20), SINGLE_ALONE),
 }
 NARROW = NarrowTile("height", 4, 64, 1)
+ROLLED = NarrowTile("rolled", 7, 64, 3)
 THREE = RAGGED._replace(filters=3, size=(4, 21, 130))
 NARROWS = {
     "image": (IMAGE._replace(filters=3), NARROW),
@@ -57,6 +58,14 @@ NARROWS = {
     "film, cache": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), cache=2), NarrowTile("depth", 4, 32, 2)),
     "twelve filters": (THREE._replace(filters=12), NarrowTile("height", 4, 32, 2)),
     "TF32": (THREE._replace(dtype=S), NarrowTile("height", 4, 32, 1)),
+    "rolled image": (IMAGE._replace(filters=3), ROLLED),
+    "rolled image, residual": (IMAGE._replace(filters=3, size=(2, 20, 130), residual=True, dtype=H), ROLLED._replace(slots=22)),
+    "rolled image, all multiprocessors busy": (IMAGE._replace(filters=3, size=(1, 700, 1030)), ROLLED._replace(slots=25, stages=5)),
+    "rolled film": (THREE, ROLLED),
+    "rolled film, all multiprocessors busy": (THREE._replace(size=(3, 400, 600)), ROLLED._replace(slots=25, channels=32, stages=8)),
+    "rolled film, cache": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), cache=2), ROLLED),
+    "rolled film, replicated": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), pad_mode="replicate"), ROLLED),
+    "rolled, two rows of the kernel": (THREE._replace(kernel=(1, 2, 2), padding=(0, 1, 0), ends=(0, 0, 1)), ROLLED._replace(slots=5)),
     "one filter": (THREE._replace(filters=1), NarrowTile("height", 4, 32, 2)),
 }
 

@@ -88,6 +88,6 @@ def test_narrow_tiles_fit():
         task(4, 60, 60, 256, 12),
         task(1, 9, 9, 8, 1, (1, 1, 1)),
     ):
-        found = tiles.narrow(case, H200.shared)
+        found = tiles.narrow(case, H200.shared, H200.units)
         assert found
         assert all(tile.stages >= 1 and tile.slots >= 1 for tile in found)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
-    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OW",
+    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
     "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
 )  # fmt: skip
 
@@ -277,52 +277,6 @@ def compute(
 
 
 @gluon.jit
-def compute_narrow(
-    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters, OS, OW, on, os, ou, ow, oc,
-    rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
-    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """One warpgroup: WINDOW pixels of every tile. Columns of the product are columns of the kernel, then filters; what belongs to one
-    output pixel stands in neighbouring rows, and is gathered from there."""
-    BN: gl.constexpr = BK * BF
-    K: gl.constexpr = 256 // xs.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, K])
-    LANES: gl.constexpr = BF if BF < 32 else 32
-    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
-    column = gl.arange(0, BN, gl.SliceLayout(0, layout)) // BF
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    shifted = gl.minimum(row[:, None] + column[None, :], 63)
-    pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))
-    filter = gl.arange(0, BF, gl.SliceLayout(0, flat))
-    added = gl.zeros((BF,), gl.float32, gl.SliceLayout(0, flat))
-    if bias is not None:
-        added += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)
-    group = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, n, s, u, w = place(tile, 1, nw, nu, ns, 1, 2 * WINDOW, SLOTS)
-        none = gl.zeros((64, BN), gl.float32, layout)
-        accs = (none,)
-        for _ in gl.static_range(SLOTS - 1):
-            accs = accs + (none,)
-        accs = accumulate(
-            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, WINDOW, HALF
-        )  # fmt: skip
-        group += groups
-        w_at = w + HALF * WINDOW + pixel
-        keep = ((pixel < WINDOW) & (w_at < OW))[:, None] & (filter < filters)[None, :]
-        for i in gl.static_range(SLOTS):
-            total = gl.sum(gl.reshape(gl.gather(accs[i], shifted, 0), (64, BK, BF)), 1)
-            total = gl.convert_layout(total, flat) + added[None, :]
-            inside = keep & (s + i < OS)
-            if residual is not None:
-                beside = gl.cast(n, gl.int64) * rn + gl.cast(s + i, gl.int64) * rs + gl.cast(u, gl.int64) * ru
-                beside = residual + beside + (w_at[:, None] * rw + filter[None, :] * rc)
-                total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
-            to = gl.cast(n, gl.int64) * on + gl.cast(s + i, gl.int64) * os + gl.cast(u, gl.int64) * ou
-            gl.store(out + to + (w_at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
 def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
     """Barriers: what has come, and what both warpgroups are done with."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
@@ -385,33 +339,6 @@ def implicit_gemm(
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=NUMBERS)
-def narrow_out(
-    x, cache, w1, out, residual, bias,
-    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for each tap along U only."""
-    PLACES: gl.constexpr = SLOTS + KS - 1
-    xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
-    b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
-    full, free_x, free_b = rings(STAGES, PLACES, KS)
-    groups = KU * channel_blocks
-    gl.warp_specialize(
-        [
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
-                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
-                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
-                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
     )  # fmt: skip
 
 

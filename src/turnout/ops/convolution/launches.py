@@ -27,7 +27,11 @@ from turnout.routing.device import Device
 from turnout.routing.op import Config
 
 REGISTERS, FETCHING = {1: 168, 2: 80}, 24  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
-AXES = {"depth": (0, 2, 3, 4, 1), "height": (0, 3, 2, 4, 1)}  # batch, shared axis, the other one, width, channels
+AXES = {
+    "depth": (0, 2, 3, 4, 1),
+    "height": (0, 3, 2, 4, 1),
+    "rolled": (0, 2, 3, 4, 1),
+}  # batch, shared axis, the other one, width, channels
 
 
 def implicit_gemm(
@@ -231,9 +235,10 @@ def narrow_out_hopper(
 def _launch_narrow_out(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
-    from turnout.ops.convolution.gluon_kernels import narrow_out as kernel
+    from turnout.ops.convolution.gluon_narrow import narrow_out, narrow_out_rolled
     from turnout.ops.launching import launch
 
+    kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
     launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers)
 
@@ -255,27 +260,31 @@ def _narrow_plan(
         tma.pattern(shape, steps, dtype, (wide, deep, 1, tile.channels)),
     )  # fmt: skip
     batch, places, others, width, _ = (out[0][a] for a in axes)
-    ns, nw = ceil_div(places, tile.slots), ceil_div(width, 2 * window)
-    count, frames = batch * ns * others * nw, cache[0][2] if cache else 0
-    numbers = (
-        count, nw, others, ns, ceil_div(channels, tile.channels), frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters,
-        places, width,
-        *(held[1][a] if held else 0 for held in (out, residual) for a in axes),
-    )  # fmt: skip
-    apart = (size[1], 1)
+    nw, frames, blocks = ceil_div(width, 2 * window), cache[0][2] if cache else 0, ceil_div(channels, tile.channels)
     resident = tile.resident(weight, dtype.itemsize, device.shared)
     registers = REGISTERS[resident]
+    before, strides = (padding[s], padding[u], padding[2]), [held[1][a] if held else 0 for held in (out, residual) for a in axes]
+    replicate = replicate and tile.share != "height" and padding[0] > frames
     constants = {
-        "KS": size[s], "KU": size[u], "TAP_S": apart[s], "TAP_U": apart[u],
-        "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames, "SLOTS": tile.slots,
         "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
         "REGISTERS": (3 * registers - FETCHING) // 16 * 8,
     }  # fmt: skip
+    if tile.share == "rolled":
+        strips = ceil_div(others, tile.slots)
+        count = batch * places * strips * nw
+        numbers = (count, nw, strips, places, frames, *before, filters, others, width, *strides)
+        constants = {"KS": size[0], "KU": size[1], "BLOCKS": blocks, "REPLICATE": replicate, "ROWS": tile.slots, **constants}
+    else:
+        ns = ceil_div(places, tile.slots)
+        count = batch * ns * others * nw
+        numbers = (count, nw, others, ns, blocks, frames, x[0][axes[1]], *before, filters, places, width, *strides)
+        apart = {"TAP_S": (size[1], 1)[s], "TAP_U": (size[1], 1)[u]}
+        constants = {"KS": size[s], "KU": size[u], **apart, "REPLICATE": replicate, "SLOTS": tile.slots, **constants}
     return Plan(patterns, min(count, resident * device.units), numbers, constants, registers)
 
 
 def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
-    return [tile._asdict() for tile in tiles.narrow(task, device.shared)]
+    return [tile._asdict() for tile in tiles.narrow(task, device.shared, device.units)]
 
 
 class Straight(NamedTuple):

@@ -96,7 +96,7 @@ def split(filters: int) -> list[int]:
 
 
 class NarrowTile(NamedTuple):
-    """A configuration of `narrow_out_hopper`."""
+    """A configuration of `narrow_out_hopper`. Where `share` is "rolled", rows are gone through one by one, `slots` of them to a strip."""
 
     share: str
     slots: int
@@ -105,6 +105,8 @@ class NarrowTile(NamedTuple):
 
     def resident(self, weight: tuple[int, ...], itemsize: int, shared: int) -> int:
         """How many programs a multiprocessor holds: with two, one multiplies while the other one adds up and writes."""
+        if self.share == "rolled":
+            return 2
         columns, row = narrow_columns(weight), self.channels * itemsize
         taps = weight[2 if self.share == "depth" else 3]
         group = ((self.slots + taps - 1) * PIXELS + taps * columns) * row
@@ -112,16 +114,16 @@ class NarrowTile(NamedTuple):
         return 2 if few and self.stages * group <= narrow_room(columns, shared, 2) else 1
 
 
-def narrow(task: Task, shared: int) -> list[NarrowTile]:
-    """Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice; and as many channels at once as fit,
-    or half of them, which leaves room for the next ones to be fetched meanwhile."""
+def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
+    """Rows one by one where that fits. Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice; and
+    as many channels at once as fit, or half of them, which leaves room for the next ones to be fetched meanwhile."""
     columns, size = narrow_columns(task.weight), task.dtype.itemsize
     share = "depth" if task.frames_before or task.weight[3] == 1 else "height"
     taps, places = (task.weight[2], task.out[2]) if share == "depth" else (task.weight[3], task.out[3])
     wide, half = 128 // size, 64 // size
     fetched = {n: ceil_div(task.weight[1], n) * n for n in (wide, half)}
     at_once = [half] if fetched[half] < fetched[wide] else [wide, half]
-    found = []
+    found = rolled(task, shared, units)
     for channels, (most, resident) in itertools.product(at_once, ((4, 2), (8, 1))):
         slots = max(1, min(most, 256 // columns, power_of_two(places)))
         group = ((slots + taps - 1) * PIXELS + taps * columns) * channels * size
@@ -129,6 +131,27 @@ def narrow(task: Task, shared: int) -> list[NarrowTile]:
         tile = NarrowTile(share, slots, channels, stages)
         if stages > 0 and tile.resident(task.weight, size, shared) == resident:
             found.append(tile)
+    return found
+
+
+def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
+    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all of the weight at hand."""
+    columns, size, (_, channels, depth, taps, _) = narrow_columns(task.weight), task.dtype.itemsize, task.weight
+    if size != 2 or not 1 < taps <= 3 or taps * columns > 96:
+        return []
+    batch, _, frames, high, wide = task.out
+    across = batch * frames * ceil_div(wide, PIXELS - 2 * (task.weight[4] - 1))
+
+    def steps(rows: int) -> int:  # of the program that has most to do
+        return ceil_div(across * ceil_div(high, rows), 2 * units) * (rows + taps + 1)
+
+    best = min(range(taps + 1, max(high, taps + 1) + taps, taps), key=steps)
+    found = []
+    for row in (128, 64):
+        weight = depth * taps * ceil_div(channels * size, row) * columns * row
+        stages = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
+        if stages >= 3 and (row == 128 or channels * size % 128):
+            found.append(NarrowTile("rolled", best, row // size, stages))
     return found
 
 

@@ -1,0 +1,216 @@
+"""Convolutions with few filters for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
+
+Columns of the product are columns of the kernel, then filters, so a pixel is fetched once for all columns of the kernel. What belongs to
+one output pixel then stands in neighbouring rows of the sums, and is gathered from there. The two warpgroups' 64 pixels overlap by as many
+as the kernel is wide, less one.
+
+`narrow_out` shares places along S among the outputs of a tile, as `implicit_gemm` does. `narrow_out_rolled` goes down the rows of a strip:
+each is fetched once, and added to all the outputs that see it. What bounds both is how fast the second-level cache hands out pixels.
+"""
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# ruff: noqa: RUF005 (no starred expressions in Triton)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from turnout.ops.convolution.gluon_kernels import NUMBERS, accumulate, fetch, fetch_place, multiply, place, rings, settle
+
+
+@gluon.constexpr_function
+def sums_layout(columns, bits):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
+
+
+@gluon.jit
+def write(
+    sums, out, residual, bias, n, s, u, w, inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    layout: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """WINDOW output pixels from w on, from the products [64, BK * BF] of 64 input pixels."""
+    LANES: gl.constexpr = BF if BF < 32 else 32
+    flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
+    column = gl.arange(0, BK * BF, gl.SliceLayout(0, layout)) // BF
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))
+    filter = gl.arange(0, BF, gl.SliceLayout(0, flat))
+    shifted = gl.minimum(row[:, None] + column[None, :], 63)
+    total = gl.convert_layout(gl.sum(gl.reshape(gl.gather(sums, shifted, 0), (64, BK, BF)), 1), flat)
+    if bias is not None:
+        total += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)[None, :]
+    at = w + pixel
+    inside = ((pixel < WINDOW) & (at < OW))[:, None] & (filter < filters)[None, :] & inside
+    if residual is not None:
+        beside = gl.cast(n, gl.int64) * rn + gl.cast(s, gl.int64) * rs + gl.cast(u, gl.int64) * ru
+        beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)
+        total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
+    to = gl.cast(n, gl.int64) * on + gl.cast(s, gl.int64) * os + gl.cast(u, gl.int64) * ou
+    gl.store(out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def compute_narrow(
+    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters, OS, OW, on, os, ou, ow, oc,
+    rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: WINDOW pixels of every tile."""
+    BN: gl.constexpr = BK * BF
+    layout: gl.constexpr = sums_layout(BN, xs.dtype.primitive_bitwidth)
+    group = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        _, n, s, u, w = place(tile, 1, nw, nu, ns, 1, 2 * WINDOW, SLOTS)
+        none = gl.zeros((64, BN), gl.float32, layout)
+        accs = (none,)
+        for _ in gl.static_range(SLOTS - 1):
+            accs = accs + (none,)
+        accs = accumulate(
+            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, WINDOW, HALF
+        )  # fmt: skip
+        group += groups
+        for i in gl.static_range(SLOTS):
+            write(
+                accs[i], out, residual, bias, n, s + i, u, w + HALF * WINDOW, s + i < OS, filters, OW, on, os, ou, ow, oc,
+                rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def narrow_out(
+    x, cache, w1, out, residual, bias,
+    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
+    STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for each tap along U only."""
+    PLACES: gl.constexpr = SLOTS + KS - 1
+    xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
+    b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
+    full, free_x, free_b = rings(STAGES, PLACES, KS)
+    groups = KU * channel_blocks
+    gl.warp_specialize(
+        [
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
+                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
+                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
+    """Batch, frame, first row and column of a strip. Frames are neighbours: they read the same ones."""
+    s = tile % ns
+    tile = tile // ns
+    w = (tile % nw) * (2 * WINDOW)
+    tile = tile // nw
+    return tile // nu, s, (tile % nu) * ROWS, w
+
+
+@gluon.jit
+def fetch_rolled(
+    x, cache, w1, xs, taps, full, free, held, tiles, nw, nu, ns, frames, ps, pu, pw,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
+    """The whole weight once, then row by row: all frames that an output sees, all channels."""
+    ROW_BYTES: gl.constexpr = BC * x.dtype.primitive_bitwidth // 8
+    mbarrier.expect(held, KU * KS * BLOCKS * BN * ROW_BYTES)
+    for ku in range(KU):
+        for ks in range(KS):
+            for block in range(BLOCKS):
+                tma.async_copy_global_to_shared(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, s, u, w = strip(tile, nw, nu, ns, ROWS, WINDOW)
+        for row in range(ROWS + KU - 1):
+            for ks in range(KS):
+                frame = s + ks - ps
+                if REPLICATE:
+                    frame = gl.maximum(frame, -frames)
+                for block in range(BLOCKS):
+                    stage = step % STAGES
+                    ready = full.index(stage)
+                    mbarrier.wait(free.index(stage), (step // STAGES) & 1 ^ 1)
+                    mbarrier.expect(ready, 128 * ROW_BYTES)
+                    if cache is not None:
+                        if frame < 0:
+                            fetch_place(cache, n, frame + frames, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
+                        else:
+                            fetch_place(x, n, frame, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
+                    else:
+                        fetch_place(x, n, frame, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
+                    step += 1
+
+
+@gluon.jit
+def compute_rolled(
+    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    KU: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to r, whose sums take turns: once
+    the last row an output sees has been added, it is written, and its place begins anew. Pixels are read once, into registers."""
+    layout: gl.constexpr = sums_layout(BK * BF, xs.dtype.primitive_bitwidth)
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth)
+    none = gl.zeros((64, BK * BF), gl.float32, layout)
+    mbarrier.wait(held, 0)
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        n, s, u, w = strip(tile, nw, nu, ns, ROWS, WINDOW)
+        accs = (none,)
+        for _ in gl.static_range(KU - 1):
+            accs = accs + (none,)
+        for first in range(0, ROWS + KU - 1, KU):
+            for j in gl.static_range(KU):
+                for group in range(GROUPS):
+                    stage = step % STAGES
+                    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                    pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)
+                    for ku in gl.static_range(KU):
+                        tap = taps.index(ku * GROUPS + group)
+                        accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
+                    # Not before: only products that have begun show that all pixels have been read.
+                    mbarrier.arrive(free.index(stage), count=1)
+                    accs = settle(accs, (pixels,), 0)
+                    step += 1
+                row = first + j - (KU - 1)
+                inside = (row >= 0) & (u + row < OU)
+                write(
+                    accs[(j + 1) % KU], out, residual, bias, n, s, u + row, w + HALF * WINDOW, inside, filters, OW, on, os, ou, ow, oc,
+                    rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+                )  # fmt: skip
+                accs = accs[: (j + 1) % KU] + (none,) + accs[(j + 1) % KU + 1 :]
+
+
+@gluon.jit(do_not_specialize=NUMBERS)
+def narrow_out_rolled(
+    x, cache, w1, out, residual, bias,
+    tiles, nw, nu, ns, frames, ps, pu, pw, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
+    xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)
+    taps = gl.allocate_shared_memory(x.dtype, [KU * KS * BLOCKS, BK, BF, 1, BC], w1.layout)
+    full, free, _ = rings(STAGES, 1, 1)
+    held = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(held.index(0), count=1)
+    gl.warp_specialize(
+        [
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch_rolled, (x, cache, w1, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, frames, ps, pu, pw,
+                            KS, KU, BLOCKS, REPLICATE, ROWS, STAGES, BC, BK * BF, WINDOW)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )  # fmt: skip
