@@ -9,33 +9,37 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.frames import Kept, Ring, are_large, convolve_ahead
 from turnout.models.graphs import CapturedStep, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
-
-Stage = Callable[["Tensor", "list | None", "list[int]"], Tensor]
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
 START = "Rep"  # the stock model's mark: the first frame has passed, the next ones are doubled in time
 
 
-def _norm(norm: Any, x: Tensor, *, silu: bool = True) -> Tensor:
+def _norm(norm: Any, x: Tensor, *, silu: bool = True, out: Tensor | None = None) -> Tensor:
     bias = norm.bias if isinstance(norm.bias, Tensor) else None
-    return turnout.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize")
+    return turnout.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize", out=out)
+
+
+def _padding(conv: Any) -> tuple[int, int]:
+    """Of rows and columns."""
+    return conv._padding[2], conv._padding[0]
 
 
 def _remembering(conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int], residual: Tensor | None = None) -> Tensor:
     """One convolution behind its own entry of the stock model's list."""
     slot = feat_idx[0]
     cache = None if feat_cache is None else feat_cache[slot]
-    y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=(conv._padding[2], conv._padding[0]), residual=residual)
+    y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=_padding(conv), residual=residual)
     if feat_cache is not None:
         feat_cache[slot] = kept
         feat_idx[0] += 1
@@ -94,11 +98,22 @@ class ResidualBlock(Adapter):
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         if self.training and self.dropout.p > 0:
             return super().forward(x, feat_cache, feat_idx)  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(feat_cache, Ring):
+            return self._in_ring(x, feat_cache, feat_idx)
         shortcut = self.conv_shortcut
         residual = x if isinstance(shortcut, nn.Identity) else turnout.conv3d(x, shortcut.weight, shortcut.bias)
         x = _remembering(self.conv1, _norm(self.norm1, x), feat_cache, feat_idx)
         x = _norm(self.norm2, x)  # what it was made of is free before the convolution needs memory
         return _remembering(self.conv2, x, feat_cache, feat_idx, residual)
+
+    def _in_ring(self: Any, x: Tensor, ring: Ring, feat_idx: list[int]) -> Tensor:
+        """One frame, where the ring keeps those before it."""
+        feat_idx[0] += 2
+        _norm(self.norm1, x, out=ring.place())
+        y = ring.convolve(self.conv1, _padding(self.conv1))
+        _norm(self.norm2, y, out=ring.place())
+        del y  # is free before the convolution needs memory
+        return ring.convolve(self.conv2, _padding(self.conv2), x)
 
 
 class AttentionBlock(Adapter):
@@ -218,27 +233,67 @@ class Decoder(Adapter):
     def _stages(self: Any, first: dict[str, bool]) -> Iterator[Stage]:
         """What stands between the middle block and the head. The parts of a block are called one by one: a call of the whole block would
         keep its input alive to the end."""
-        for block in self.up_blocks:
-            if hasattr(block, "avg_shortcut") or block._forward_hooks or block._forward_pre_hooks:
-                yield functools.partial(block, **first)
+        blocks = list(self.up_blocks)
+        for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
+            if not _in_parts(block):
+                yield Stage(functools.partial(block, **first))
                 continue
-            yield from block.resnets
+            for resnet in block.resnets:
+                yield Stage(resnet, block if _fits_ring(block) else None)
             for resample in block.upsamplers or ():
-                yield resample.doubled_in_time
-                yield resample.doubled_in_space
+                yield Stage(resample.doubled_in_time)
+                yield Stage(resample.doubled_in_space, behind if _fits_ring(behind) else None, grows=4)
 
     def _up(self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
-        """The stages that are left, and the head. The large ones see few frames at a time: they are causal, so nothing changes but the
-        memory they need, and a piece as long as a cache becomes the cache without being copied."""
-        for i, stage in enumerate(stages):
-            if x.shape[2] > PIECE and feat_cache is not None:
-                start, parts = feat_idx[0], []
-                for piece in x.split(PIECE, 2):
-                    feat_idx[0] = start
-                    parts.append(self._up(stages[i:], piece, feat_cache, feat_idx))
-                return torch.cat(parts, 2)
-            x = stage(x, feat_cache, feat_idx)
-        return _remembering(self.conv_out, _norm(self.norm_out, x), feat_cache, feat_idx)
+        """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
+        and a piece as long as a cache becomes the cache without being copied. The largest see one, and have a ring instead of caches."""
+        plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not torch.is_autocast_enabled(x.device.type)
+        rings = feat_cache if isinstance(feat_cache, Kept) else None
+        waiting, parts, alone = [(0, feat_idx[0], x)], [], False
+        while waiting:
+            start, feat_idx[0], x = waiting.pop()
+            for i in range(start, len(stages)):
+                run, block, grows = stages[i]
+                large = block is not None and are_large(x.shape[3] * x.shape[4] * grows, x.device)
+                alone = large and rings is not None and rings.settle(plain)
+                most = 1 if alone else PIECE
+                if x.shape[2] > most and feat_cache is not None:
+                    x, *later = x.split(most, 2)
+                    # those that wait do so in memory of their own: a view would keep all of x
+                    waiting += [(i, feat_idx[0], piece.clone() if may_write(piece) else piece) for piece in reversed(later)]
+                    del later
+                x = run(x, rings.ring(block, x) if rings is not None and alone and grows == 1 else feat_cache, feat_idx)
+            x = _norm(self.norm_out, x)  # what it was made of is free before the convolution needs memory
+            if rings is not None and alone:
+                slot = feat_idx[0]
+                y, rings[slot] = convolve_ahead(x, self.conv_out, _padding(self.conv_out), rings[slot], rings.arranged)
+            else:
+                y = _remembering(self.conv_out, x, feat_cache, feat_idx)
+            parts.append(y)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+class Stage(NamedTuple):
+    """A part of a decoder, `run(x, feat_cache, feat_idx)`; the block for whose frames there may be a ring, the one behind where the part
+    changes their size; how many times more pixels come out than go in."""
+
+    run: Callable[[Tensor, Any, list[int]], Tensor]
+    block: Any = None
+    grows: int = 1
+
+
+def _in_parts(block: Any) -> bool:
+    """Whether the parts of a block may be called one by one: nothing is added behind them, nobody looks on."""
+    return not (hasattr(block, "avg_shortcut") or block._forward_hooks or block._forward_pre_hooks)
+
+
+def _fits_ring(block: Any) -> bool:
+    """Whether all frames that a block keeps are of one size, and all its parts know how to keep them in a ring."""
+    if block is None or not _in_parts(block):
+        return False
+    convolutions = [conv for resnet in block.resnets for conv in (resnet.conv1, resnet.conv2)]
+    alike = all(tuple(conv.weight.shape[:3]) == (conv.in_channels, convolutions[0].in_channels, 3) for conv in convolutions)
+    return alike and not block.training and all(isinstance(resnet, ResidualBlock) for resnet in block.resnets)
 
 
 class Encoder(Adapter):
@@ -277,7 +332,7 @@ class DecodeStream:
     """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip.
 
     vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
-    the model, so one model serves several streams.
+    the model, so one model serves several streams. After `accelerate` or `restore`, begin another stream.
 
     graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
     latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
@@ -302,7 +357,8 @@ class DecodeStream:
         if graph and vae.device.type != "cuda":
             raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
         self.vae, self.graph = vae, graph
-        self.cache: list = [None] * vae._cached_conv_counts["decoder"]
+        entries = vae._cached_conv_counts["decoder"]
+        self.cache: list = [None] * entries if graph else Kept(entries)  # a graph needs caches that stay where they are
         self.begun = self.steady = False
         self.captured: CapturedStep | None = None
 
@@ -310,6 +366,8 @@ class DecodeStream:
         """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others."""
         if self.graph and torch.is_grad_enabled():
             raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
+        if isinstance(self.cache, Kept):
+            self.cache.arranged.clear()  # weights may have changed since the call before
         latents = self.vae.post_quant_conv(z)
         chunks = (self._next(latents[:, :, i : i + 1]) for i in range(z.shape[2]))
         per_latent = 2 ** sum(self.vae.temperal_upsample)
@@ -322,6 +380,7 @@ class DecodeStream:
         for part in itertools.chain([first], chunks):
             torch.clamp(part, -1.0, 1.0, out=video[:, :, filled : filled + part.shape[2]])
             filled += part.shape[2]
+            del part  # or it would wait for the next one
         return video
 
     def _next(self, latent: Tensor) -> Tensor:

@@ -235,7 +235,7 @@ def narrow_out_hopper(
 def _launch_narrow_out(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
-    from turnout.ops.convolution.gluon_narrow import narrow_out, narrow_out_rolled
+    from turnout.ops.convolution.gluon_narrow_kernels import narrow_out, narrow_out_rolled
     from turnout.ops.launching import launch
 
     kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out

@@ -53,6 +53,7 @@ CASES = [
     case(FLUX, (512, 512), (256, 256)),
     case(FLUX, (512, 512), (256, 256), layout=FIRST),
     case(FLUX, (512, 512), (256, 256), FP32),
+    case(WAN21, (240, 416), (192, 96)),
     case(WAN21, (240, 416), (192, 96), batch=4),
     case(WAN21, (120, 208), (384, 192), batch=4),
     case(WAN21, (60, 104), (384, 192), batch=2),

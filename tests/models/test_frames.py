@@ -1,0 +1,160 @@
+"""Large frames go one by one through a decoder, in less memory, and are the same frames."""
+
+import functools
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import turnout
+from tests.models.zoo import made, random
+from turnout.models import DecodeStream, frames
+from turnout.models.frames import Ring, convolve_ahead
+
+
+@pytest.fixture
+def all_large(monkeypatch):
+    """Frames of 2^6 pixels are large, on a CPU too."""
+    monkeypatch.setitem(frames.LARGE, "cpu", 2**6)
+
+
+@pytest.mark.parametrize("convolutions", [1, 2, 6])
+@torch.no_grad()
+def test_ring_is_a_causal_convolution(convolutions, monkeypatch):
+    monkeypatch.setattr(frames, "SLACK", 7)
+    torch.manual_seed(0)
+    convs = [torch.nn.Conv3d(4, 4, 3).double() for _ in range(convolutions)]
+    clips = torch.randn(convolutions, 1, 4, 20, 5, 6, dtype=torch.double)
+    ring = Ring(convolutions, clips[0, :, :, :1], {})
+    found = torch.empty_like(clips)
+    for t in range(20):
+        for k, conv in enumerate(convs):
+            ring.place().copy_(clips[k, :, :, t : t + 1])
+            found[k, :, :, t : t + 1] = ring.convolve(conv, (1, 1), clips[k, :, :, t : t + 1])
+    for conv, clip, y in zip(convs, clips, found, strict=True):
+        torch.testing.assert_close(y, turnout.causal_conv3d(clip, conv.weight, conv.bias, padding=1) + clip)
+
+
+@torch.no_grad()
+def test_sums_ahead_are_a_causal_convolution():
+    torch.manual_seed(0)
+    conv = torch.nn.Conv3d(96, 3, 3).bfloat16()
+    clip = torch.nn.functional.silu(torch.randn(1, 96, 6, 5, 6)).bfloat16()
+    whole = turnout.causal_conv3d(clip.double(), conv.weight.double(), conv.bias.double(), padding=1)
+    ahead, arranged, found = None, {}, []
+    for t in range(6):
+        y, ahead = convolve_ahead(clip[:, :, t : t + 1], conv, (1, 1), ahead, arranged)
+        found.append(y)
+    assert (torch.cat(found, 2) - whole).square().mean() < 1.1 * (whole.bfloat16() - whole).square().mean()
+
+
+@pytest.mark.parametrize("name", ["wan", "qwen-image-vae"])
+@torch.no_grad()
+def test_one_by_one_gives_the_same_frames(name, all_large, monkeypatch):
+    model = made(name, torch.bfloat16)
+    turnout.accelerate(model)
+    z = random(1, 4, 6, 3, 4).bfloat16()
+    ring = DecodeStream(model)
+    parts = torch.cat([ring.decode(part) for part in z.split([1, 1, 3, 1], 2)], 2)
+    assert ring.cache.rings
+    whole = model.decode(z).sample
+    assert torch.equal(parts, whole)
+    monkeypatch.setitem(frames.LARGE, "cpu", 2**40)
+    two_by_two = model.decode(z).sample
+    turnout.restore(model)
+    stock = model.decode(z).sample
+    truth = model.float().decode(z.float()).sample
+    of_rings, of_pieces, of_stock = ((x.float() - truth).square().mean().sqrt() for x in (whole, two_by_two, stock))
+    assert of_rings < 1.1 * min(of_pieces, of_stock)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_one_by_one_on_a_gpu(monkeypatch):
+    """By the kernels that read three frames of a ring where they lie."""
+    model = made("wan", torch.bfloat16).cuda()
+    turnout.accelerate(model)
+    z = random(1, 4, 4, 6, 10).bfloat16().cuda()
+    two_by_two = model.decode(z).sample.float()
+    monkeypatch.setitem(frames.LARGE, "cuda", 2**6)
+    stream = DecodeStream(model)
+    one_by_one = stream.decode(z).float()
+    assert stream.cache.rings
+    assert (one_by_one - two_by_two).norm() < 2e-2 * two_by_two.norm()
+
+
+@pytest.mark.parametrize("case", ["batch", "gradients", "float32"])
+def test_where_rings_do_not_apply(case, all_large):
+    model = made("wan", torch.float32 if case == "float32" else torch.bfloat16)
+    turnout.accelerate(model)
+    z = random(2 if case == "batch" else 1, 4, 2, 3, 4).to(model.dtype)
+    with torch.set_grad_enabled(case == "gradients"):
+        stream = DecodeStream(model)
+        found = stream.decode(z)
+        assert not stream.cache.rings
+        torch.testing.assert_close(found, model.decode(z).sample)
+
+
+def test_a_stream_stays_with_its_way(all_large):
+    model = made("wan", torch.bfloat16)
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 1, 3, 4).bfloat16()
+    with torch.no_grad():
+        stream.decode(z)
+    with pytest.raises(RuntimeError, match="same for all of its latents"):
+        stream.decode(z)
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes of new tensors that live at once. Our ops count as one step each: on a CPU, and under a mode, torch's own code stands
+    in for kernels that need no memory beside their result."""
+
+    def __init__(self, model, monkeypatch):
+        super().__init__()
+        self.living, self.most, self.inside = {}, 0, 0
+        self.weights = {x.untyped_storage()._cdata for x in model.parameters()}
+        for name in ("conv3d", "causal_conv3d", "rms_norm_silu", "upsample_conv2d"):
+            monkeypatch.setattr(turnout, name, functools.partial(self.step, getattr(turnout, name)))
+
+    def step(self, op, *args, **kwargs):
+        self.inside += 1
+        found = op(*args, **kwargs)
+        self.inside -= 1
+        return self.counted(found)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.counted(func(*args, **(kwargs or {})))
+
+    def counted(self, found):
+        if not self.inside:
+            for x in tree_leaves(found):
+                if isinstance(x, torch.Tensor):
+                    storage = x.untyped_storage()
+                    if storage._cdata in self.weights or 3 in x.shape[-2:]:
+                        continue  # weights in another order, too: small beside frames, but not beside such small ones
+                    self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.living = {key: (ref, size) for key, (ref, size) in self.living.items() if not ref.expired()}
+            self.most = max(self.most, sum(size for _, size in self.living.values()))
+        return found
+
+
+@torch.no_grad()
+def test_memory(monkeypatch):
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    model = AutoencoderKLWan(base_dim=32, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4).bfloat16().eval()
+    z, frame = random(1, 4, 4, 4, 6).bfloat16(), 32 * 48
+    monkeypatch.setattr(frames, "SLACK", 4)  # as little beside a frame as it is beside a large one
+    peaks = {}
+    for way, large in (("stock", frame), ("two by two", 2**40), ("one by one", frame)):
+        if way != "stock":
+            turnout.accelerate(model)
+        with monkeypatch.context() as patch, Peak(model, patch) as peak:
+            patch.setitem(frames.LARGE, "cpu", large)  # the last size only
+            model.decode(z)
+        peaks[way] = peak.most / (frame * 32 * 2)  # in frames of that size
+    # two frames of the convolution to colours become its sums; of what is being computed there is one instead of two
+    assert peaks["one by one"] < min(0.55 * peaks["stock"], peaks["two by two"] - 3)
