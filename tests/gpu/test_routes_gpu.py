@@ -11,7 +11,7 @@ import turnout
 from tests.walk import contractions, equal, gpu_routes, random_call
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.tune import peak_mib
+from turnout.routing.tune import measure, peak_mib
 from turnout.routing.verify import Trial, outputs
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +35,15 @@ def test_every_route_takes_every_case_right(op, case):
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
             assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
+
+
+@pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutates], ids=lambda op: op.name)
+def test_measuring_leaves_the_arguments_as_they_are(op):
+    """Of an op that writes into some: bench holds the routed call against them afterwards."""
+    args = op.arguments(*op.cases()[0].make(GPU, 0))
+    before = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    measure(op, args, seconds=0.01)
+    assert all(torch.equal(x, y) for x, y in zip(args, before, strict=True) if isinstance(x, torch.Tensor))
 
 
 @gpu_routes

@@ -464,3 +464,17 @@ def test_imports_neither_triton_nor_numba():
         "import turnout.ops.causal_conv1d_backward.routes; assert not {'triton', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("silu", [False, True])
+def test_lengths_around_whole_vectors_on_a_cpu(dtype, silu):
+    """What is left over behind the last whole vector is done again with what is before it, or one by one where nothing is."""
+    for length in (1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 1023, 1025, 1043):
+        x, weight, state = (torch.randn(shape).to(dtype) for shape in ((2, 3, length), (3, 4), (2, 3, 3)))
+        call = {"activation": "silu" if silu else None, "initial_states": state}
+        with turnout.pin(causal_conv1d="cpu-rows"):
+            found = turnout.causal_conv1d(x, weight, **call)
+        with turnout.pin(causal_conv1d="reference"):
+            expected = turnout.causal_conv1d(x.double(), weight.double(), **call | {"initial_states": state.double()})
+        torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)

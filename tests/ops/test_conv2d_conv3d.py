@@ -363,7 +363,8 @@ def test_choices_on_a_card_that_is_not_here():
     assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), layout="first", padding=1) in ("channels-last", "reference")
 
 
-def test_choices_on_a_cpu():
+def test_choices_on_a_cpu(monkeypatch):
+    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)  # AVX-512
     assert on("cpu", "conv2d", (1, 8, 4, 4), (8, 8, 3, 3), torch.float32, "first") == "reference"
     assert on("cpu", "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in ("one-dnn", "depth-taps")
     assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1) in ("depth-taps", "winograd")
@@ -380,3 +381,13 @@ def test_a_half_type_without_instructions_goes_through_float32(monkeypatch):
     )
     assert verdict.chosen == "upcast"
     assert verdict.microseconds["reference"] > 100 * verdict.microseconds["upcast"]
+
+
+def test_one_dnn_without_avx512(monkeypatch):
+    """It adds up channels first in one go there, and is no slower than with channels last."""
+    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
+    small = turnout.explain("conv3d", torch.empty(1, 64, 4, 64, 64), torch.empty(3, 64, 3, 3, 3), padding=1)
+    assert any("sums of 1728 products" in reason for reason in small.refused["one-dnn"])
+    assert small.chosen == "depth-taps"
+    for layout in ("first", "last"):
+        assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "reference"

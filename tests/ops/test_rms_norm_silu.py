@@ -149,3 +149,16 @@ def test_the_model_takes_a_route_where_it_pays():
     assert turnout.explain("rms_norm_silu", *args).chosen == "cpu-planes"
     assert turnout.explain("rms_norm_silu_into", *args[:3], behind_cache(x), *args[3:]).chosen == "cpu-planes"
     assert RMS_NORM_SILU_INTO.problem(*args[:3], behind_cache(x), *args[3:]).out_strides != x.stride()
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_channels_around_whole_vectors_on_a_cpu(dtype, silu):
+    for channels in (1, 15, 16, 17, 40, 96, 100):
+        x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((37, channels), (channels,), (channels,)))
+        with turnout.pin(rms_norm_silu="cpu-rows"):
+            found = turnout.rms_norm_silu(x, weight, bias=bias, eps=1e-6, silu=silu)
+        with turnout.pin(rms_norm_silu="reference"):
+            expected = turnout.rms_norm_silu(x.double(), weight.double(), bias=bias.double(), eps=1e-6, silu=silu)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps)

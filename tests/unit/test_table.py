@@ -203,3 +203,12 @@ def test_problems_survive_json(op):
         problem = op.problem(*random_call(op, seed, torch.device("cpu")))
         told = json.loads(json.dumps({name: plain(value) for name, value in problem._asdict().items()}))
         assert decode(op, told) == problem
+
+
+def test_what_one_dnn_may_use_is_part_of_a_cpus_folder(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    before = [folder(device) for device in (CPU, Device.named("h200"))]
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    after = [folder(device) for device in (CPU, Device.named("h200"))]
+    assert before[0] != after[0]
+    assert before[1] == after[1]

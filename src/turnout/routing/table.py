@@ -207,7 +207,13 @@ def environment(device: Device) -> dict[str, Any]:
         "numba": _version("numba"),
         "threads": None if cuda else torch.get_num_threads(),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        **({} if cuda else {"vectors": torch.backends.cpu.get_cpu_capability(), "one_dnn_limit": _one_dnn_limit()}),
     }
+
+
+def _one_dnn_limit() -> str | None:
+    """The instructions that oneDNN was told to stay with: below AVX-512 it has no kernels for half types."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
 
 
 def _version(package: str) -> str | None:

@@ -99,7 +99,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         us=_rounded(timings, "us"),
         iqr=_rounded(timings, "iqr"),
         error=errors,
-        peak_mib={name: peak_mib(run, args) for name, run in runs.items()} if where.type == "cuda" else {},
+        peak_mib={name: peak_mib(run, inputs[0]) for name, run in runs.items()} if where.type == "cuda" else {},
         config=best,
         version={name: op.routes[name].version for name in best},
         source={name: op.routes[name].source for name in best},

@@ -1,7 +1,8 @@
 """Numba kernels of causal_conv1d on a CPU. They release the GIL; threads come from `turnout.ops.threads`.
 
-Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A tile is widened to float32 once,
-taps are added to it in the first-level cache, and it is rounded once on its way out. Every loop over `i` becomes vector instructions.
+Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A row of width 4 goes
+through registers in one pass. Otherwise a tile is widened to float32 once, taps are added to it in the first-level cache, and it is rounded
+once on its way out; every loop over `i` becomes vector instructions.
 `at` tables say where sequences start in flat memory, so a packed sequence is like any other.
 """
 
@@ -11,7 +12,21 @@ taps are added to it in the first-level cache, and it is rounded once on its way
 import numba
 import numpy as np
 
-from turnout.ops.common_cpu_kernels import FUSED, finish, narrowed, prefer_wide_vectors, silu, widen, widened
+from turnout.ops.common_cpu_kernels import (
+    FUSED,
+    LANES,
+    finish,
+    fused,
+    moved_back,
+    narrowed,
+    prefer_wide_vectors,
+    put_vector,
+    silu,
+    spread,
+    vector_at,
+    widen,
+    widened,
+)
 
 TILE = 1024  # float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache
 ROWS = 64  # rows of one block, channels side by side
@@ -30,6 +45,7 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
     acc = np.empty(TILE, np.float32)
     marks = np.empty(TILE + reach, np.int64)
     aside = np.empty(TILE, y.dtype)
+    edge = np.zeros(LANES, np.float32)
     for row in range(first, last):
         n, d = row // dim, row % dim
         size = sizes[n]
@@ -37,6 +53,10 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
             line[k] = widened(init[row * reach + k]) if INIT else np.float32(0)
             if SEG:
                 marks[k] = seg[n * length] if INIT and size > 0 else -1
+        if width == 4 and not SEG and xl == yl == 1:
+            edge[LANES - 3 :] = line[:3]
+            four_taps(edge, x, x_at[n] + d * xd, w[d], bias[d], y, y_at[n] + d * yd, size, SILU)
+            continue
         for start in range(0, size, TILE):
             count = min(TILE, size - start)
             at, out = x_at[n] + d * xd + start * xl, y_at[n] + d * yd + start * yl
@@ -54,7 +74,8 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
                     if marks[reach + i] < 0:
                         into[i] = 0
             elif width == 4:
-                four_taps(line, w[d], bias[d], into, SILU)
+                edge[LANES - 3 :] = line[:3]
+                four_taps(edge, line, reach, w[d], bias[d], into, 0, count, SILU)
             else:
                 add_taps(acc[:count], line, w[d], bias[d])
                 finish(acc[:count], into, SILU)
@@ -67,22 +88,37 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
                     marks[k] = marks[count + k]
 
 
-# The inner loops run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
+@numba.njit(inline="always")
+def four_products(before, here, p, q, r, s, bias):
+    return fused(
+        moved_back(before, here, 3), p, fused(moved_back(before, here, 2), q, fused(moved_back(before, here, 1), r, fused(here, s, bias)))
+    )
 
 
 @numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
-def four_taps(line, w, bias, y, SILU):
-    """Width 4, which nearly every model has, in one pass."""
+def four_taps(edge, x, at, w, bias, y, out, count, SILU):
+    """Width 4, which nearly every model has, in one pass over x from `at` on. `edge` are the LANES values before that."""
     prefer_wide_vectors()
-    count = y.size
-    a, b, c, d = line[:count], line[1 : 1 + count], line[2 : 2 + count], line[3 : 3 + count]
-    p, q, r, s = w[0], w[1], w[2], w[3]
-    if SILU:
-        for i in range(count):
-            y[i] = narrowed(silu(bias + p * a[i] + q * b[i] + r * c[i] + s * d[i]), y[i])
-    else:
-        for i in range(count):
-            y[i] = narrowed(bias + p * a[i] + q * b[i] + r * c[i] + s * d[i], y[i])
+    p, q, r, s, b = spread(w[0]), spread(w[1]), spread(w[2]), spread(w[3]), spread(bias)
+    before, whole = vector_at(edge, 0), count // LANES * LANES
+    for i in range(0, whole, LANES):
+        here = vector_at(x, at + i)
+        sums = four_products(before, here, p, q, r, s, b)
+        put_vector(silu(sums) if SILU else sums, y, out + i)
+        before = here
+    if whole < count and count >= 2 * LANES:  # what is left over once more with what is before it, in whole vectors
+        i = count - LANES
+        sums = four_products(vector_at(x, at + i - LANES), vector_at(x, at + i), p, q, r, s, b)
+        put_vector(silu(sums) if SILU else sums, y, out + i)
+        return
+    for i in range(whole, count):
+        total = bias
+        for k in range(4):
+            total += w[k] * (widened(x[at + i + k - 3]) if i + k >= 3 else edge[LANES + i + k - 3])
+        y[out + i] = narrowed(silu(total) if SILU else total, y[out + i])
+
+
+# The inner loops below run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
 
 
 @numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")

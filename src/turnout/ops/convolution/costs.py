@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop
+from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop, one_dnn_has_avx512
 from turnout.ops.convolution.methods import LONGEST_PART
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
@@ -106,9 +106,11 @@ def cores(device: Device) -> int:
 
 
 def cpu_kernel(problem: Convolution, device: Device) -> float:
-    """oneDNN with channels side by side: 150 GFLOP/s a core in float32, filters in vectors of 16; bytes at 4 GB/s a core."""
-    filters = -(-problem.weight[0] // problem.groups // 16) * 16 * problem.groups
-    arithmetic = problem.flops * filters / problem.weight[0] / 150e9
+    """oneDNN with channels side by side: 150 GFLOP/s a core in float32, filters in vectors of 16, or with AVX2 60 and 8; bytes at 4 GB/s a
+    core."""
+    lanes, rate = (16, 150e9) if one_dnn_has_avx512() else (8, 60e9)
+    filters = -(-problem.weight[0] // problem.groups // lanes) * lanes * problem.groups
+    arithmetic = problem.flops * filters / problem.weight[0] / rate
     return 60e-6 + (arithmetic + work(problem).bytes / 6e9) / cores(device) * half_factor(problem.dtype)
 
 
@@ -132,8 +134,8 @@ def cpu_reference(problem: Convolution, device: Device) -> float:
 
 
 def cpu_first_factor(problem: Convolution) -> float:
-    """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly."""
-    return 1.5 if min(problem.input[1], problem.weight[0]) <= 96 else 1.0
+    """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly, and not at all with AVX2."""
+    return 1.5 if min(problem.input[1], problem.weight[0]) <= 96 and one_dnn_has_avx512() else 1.0
 
 
 # torch as called, and the methods
@@ -195,7 +197,9 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
     added = 3 * (depth - 1) * work(problem).written
     if device.type == "cpu":
         parts = depth * -(-prod((problem.weight[1], *problem.weight[3:])) // LONGEST_PART)
-        return parts * 60e-6 + cpu_kernel(problem, device) + added / 12e9 / cores(device) + around(problem, device)
+        kernels = cpu_kernel(problem, device) * (1.0 if one_dnn_has_avx512() else 1.4)
+        slices = prod(problem.weight) * 12e-9 / cores(device)  # of the weight, cut out and reordered: most of the time where pixels are few
+        return parts * 60e-6 + kernels + slices + added / 12e9 / cores(device) + around(problem, device)
     flat = problem._replace(weight=(*problem.weight[:2], 1, *problem.weight[3:]))
     peak = device.flops.get("tf32" if problem.float32.conv == "tf32" else "float32")
     if peak is None:
@@ -231,4 +235,4 @@ def winograd_cost(problem: Convolution, device: Device) -> float:
     eats up what is saved."""
     products = problem.flops * 4 / 9
     tiles = 4 * 4 * (prod(problem.input) + prod(problem.output))
-    return 200e-6 + (products / 85e9 + tiles * 4 / 5e9) / cores(device) + around(problem, device)
+    return 200e-6 + (products / (85e9 if one_dnn_has_avx512() else 34e9) + tiles * 4 / 5e9) / cores(device) + around(problem, device)

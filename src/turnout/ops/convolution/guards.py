@@ -25,6 +25,11 @@ def one_dnn_takes(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 if asked is None else bool(getattr(torch.ops.mkldnn, asked)())
 
 
+def one_dnn_has_avx512() -> bool:
+    """Its bfloat16 kernels need it, and are gone where it was told to do without (ONEDNN_MAX_CPU_ISA)."""
+    return one_dnn_takes(torch.bfloat16)
+
+
 def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | None = None) -> Iterator[str]:
     """On a CPU: a kernel for the dtype, and outputs that see some input. Others crash in some layouts (torch 2.13)."""
     if device.type != "cpu":
@@ -76,6 +81,8 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"device {device.name}, this route needs a CPU"
     elif problem.invalid() is None and not on_torchs_own_loop(problem):
         yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
+    elif not one_dnn_has_avx512():  # without it, channels first are added up in one go too
+        yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
 
 
 def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:

@@ -40,7 +40,7 @@ def with_one_dnn(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Channels first: there oneDNN adds up as carefully as torch's own loop does."""
+    """Channels first: there oneDNN adds up as carefully as torch's own loop does, with AVX-512."""
     y = vendor(in_format(input, FIRST), in_format(weight, FIRST), bias, stride, padding, dilation, groups)
     return finished(y, residual, torch_format(input, weight, bias, stride, padding, dilation, groups))
 

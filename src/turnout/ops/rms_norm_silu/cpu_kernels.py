@@ -5,9 +5,23 @@
 import numba
 import numpy as np
 
-from turnout.ops.common_cpu_kernels import FUSED, narrowed, prefer_wide_vectors, silu, widen, widened
+from turnout.ops.common_cpu_kernels import (
+    FUSED,
+    LANES,
+    fused,
+    narrowed,
+    prefer_wide_vectors,
+    put_vector,
+    silu,
+    spread,
+    sum_of_lanes,
+    vector_at,
+    vector_times,
+    widen,
+    widened,
+)
 
-WIDEST = 4096  # channels of a row, positions of a tile
+WIDEST = 4096  # positions of a tile
 CACHED = 49152  # float32 values of a tile of positions with all their channels: what stays in a second-level cache
 
 
@@ -25,7 +39,7 @@ def inverse_of(squares, channels, eps, CLAMP):
     return np.float32(1.0) / np.sqrt(squares / np.float32(channels) + eps)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@numba.njit(inline="always")
 def place(r, sizes, steps):
     """Offset of position r, counted over three dimensions."""
     if sizes[0] == sizes[1] == 1:
@@ -33,32 +47,27 @@ def place(r, sizes, steps):
     return r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
 
 
-# A row and what it is multiplied with lie WIDEST apart in one buffer, which LLVM knows: pointers that may overlap cost it the vectors.
-
-
-@numba.njit(nogil=True, cache=True, fastmath=FUSED | {"reassoc"}, error_model="numpy")
+@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
 def rows(x, x_steps, w, shift, y, y_steps, sizes, eps, CLAMP, SILU, first, last):
-    """Rows first to last, channels side by side."""
+    """Rows first to last, channels side by side. A row is read twice, the second time from the first-level cache."""
     prefer_wide_vectors()
-    channels = w.size
-    work = np.empty(3 * WIDEST, np.float32)
-    work[WIDEST : WIDEST + channels] = w
-    work[2 * WIDEST : 2 * WIDEST + channels] = shift
+    channels, whole = w.size, w.size // LANES * LANES
     for r in range(first, last):
         at, out = place(r, sizes, x_steps), place(r, sizes, y_steps)
-        given, into = x[at : at + channels], y[out : out + channels]
-        squares = np.float32(0)
-        for i in range(given.size):
-            value = widened(given[i])
-            work[i] = value
-            squares += value * value
+        sums = spread(np.float32(0))
+        for c in range(0, whole, LANES):
+            values = vector_at(x, at + c)
+            sums = fused(values, values, sums)
+        squares = sum_of_lanes(sums)
+        for c in range(whole, channels):
+            squares += widened(x[at + c]) ** 2
         inverse = inverse_of(squares, channels, eps, CLAMP)
-        if SILU:
-            for i in range(into.size):
-                into[i] = narrowed(silu(work[i] * inverse * work[WIDEST + i] + work[2 * WIDEST + i]), into[i])
-        else:
-            for i in range(into.size):
-                into[i] = narrowed(work[i] * inverse * work[WIDEST + i] + work[2 * WIDEST + i], into[i])
+        for c in range(0, whole, LANES):
+            values = fused(vector_at(x, at + c), vector_times(vector_at(w, c), spread(inverse)), vector_at(shift, c))
+            put_vector(silu(values) if SILU else values, y, out + c)
+        for c in range(whole, channels):
+            value = widened(x[at + c]) * (inverse * w[c]) + shift[c]
+            y[out + c] = narrowed(silu(value) if SILU else value, y[out + c])
 
 
 @numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
