@@ -263,7 +263,7 @@ def race(
     weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
     numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the stock model races too.")] = False,
-    rounds: Annotated[int, typer.Option(help="At most this many calls of each.")] = 10,
+    rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
     seconds: Annotated[float, typer.Option(help="No new round after this long.")] = 20.0,
     out: Annotated[Path | None, typer.Option(help="A folder: the row is added to <device>/race.jsonl, e.g. benchmarks/results.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG.")] = None,

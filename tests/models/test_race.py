@@ -38,6 +38,11 @@ def found(small):
     return race("wan-vae", "tiny", torch.bfloat16, torch.device("cpu"), rounds=3, seconds=1)
 
 
+def test_one_round_is_no_race():
+    with pytest.raises(ValueError, match="needs 2 at least"):
+        race("wan-vae", "tiny", torch.bfloat16, torch.device("cpu"), rounds=1)
+
+
 def test_figures(found):
     row = json.loads(json.dumps(found.row()))
     assert row["speedup"] == pytest.approx(found.lanes[STOCK].ms / found.lanes[ACCELERATED].ms, rel=1e-3)

@@ -71,6 +71,8 @@ def race(
     rounds: int = 10, seconds: float = 20.0, compiled: bool = False, say: Callable[[str], object] = lambda step: None,
 ) -> Race:  # fmt: skip
     """Run one model in turns: once to warm up, then two rounds at least, at most `rounds`, or until `seconds` have passed."""
+    if rounds < 2:
+        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of how far times lie apart")
     racer = RACERS[name]
     say("building")
     with torch.no_grad():

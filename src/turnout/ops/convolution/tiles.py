@@ -57,9 +57,9 @@ class Tile(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def best(task: Task, shared: int, units: int, within: float = 1.04) -> tuple[Tile, ...]:
-    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and another one with other slots
-    if it is nearly as fast."""
+def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Tile, ...]:
+    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and those with other slots that
+    are nearly as fast: the bound is off by a tenth here and there."""
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
     shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.frames_before else 2] if 1 < taps <= 3 and dilation == 1]
     wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]  # narrower tiles fetch pixels more often than they have to
@@ -69,7 +69,7 @@ def best(task: Task, shared: int, units: int, within: float = 1.04) -> tuple[Til
         fitting = [t for s, k in ways for n in wide for c in (16, 32, 64) for t in shaped(task, s, slots, k, c, n, shared)]
         found += sorted(fitting, key=lambda tile: tile.cycles(task, units))[:1]
     first, *others = sorted(found, key=lambda tile: tile.cycles(task, units))
-    return (first, *(tile for tile in others[:1] if tile.cycles(task, units) <= within * first.cycles(task, units)))
+    return (first, *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)))
 
 
 def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters: int, shared: int) -> list[Tile]:
