@@ -17,6 +17,8 @@ from torch import Tensor
 _MOST_KEPT = 4096
 _MOST_ENCODED = 256  # addresses of one kind of descriptor
 _KNOWN_LAUNCHER = "iiiKKppOOOOOO"  # what the C launcher of Triton 3.6 takes before the kernel's own arguments
+if torch.version.hip is not None:  # AMD's launcher takes other arguments
+    _KNOWN_LAUNCHER = ""
 _compiled: dict[tuple, Compiled] = {}
 _hooks: list[Any] = []  # Triton's launch hooks, once it was needed
 
