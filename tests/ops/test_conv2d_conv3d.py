@@ -391,3 +391,14 @@ def test_one_dnn_without_avx512(monkeypatch):
     assert small.chosen == "depth-taps"
     for layout in ("first", "last"):
         assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "reference"
+
+
+def test_an_axis_of_one_may_have_any_stride():
+    """Half types through float32 in groups: torch 2.13 reads such a float32 weight wrong."""
+    torch.manual_seed(0)
+    x = torch.randint(-2, 3, (3, 6, 3, 3)).bfloat16()
+    weight = torch.randint(-2, 3, (10, 1, 3, 3)).bfloat16().permute(0, 3, 1, 2)
+    odd = weight.as_strided(weight.shape, (9, 1, 1, 3))
+    expected = F.conv2d(x.double(), weight.double().contiguous(), padding=(0, 1), groups=2)
+    found = OPS["conv2d"].routes["upcast"].run(x, odd, None, [1, 1], [0, 1], [1, 1], 2, None)
+    assert torch.equal(found.double(), expected)

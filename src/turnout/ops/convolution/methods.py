@@ -39,8 +39,9 @@ def in_channels_last(
 def in_float32(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
 ) -> Tensor:
-    """Half types through float32, rounded once."""
-    wide, taps = (channels_side_by_side(x.to(torch.float32)) for x in (input, weight))
+    """Half types through float32, rounded once. Strides are those of fresh tensors: where an axis of size one has another, torch 2.13 gets
+    grouped convolutions wrong on a CPU."""
+    wide, taps = (in_format(x.to(torch.float32), LAST[x.dim()]) for x in (input, weight))
     y = vendor(wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups)
     return y.to(input.dtype)
 
