@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import turnout
+from turnout.models.video import channels_last
 
 # Pixels of a frame from which on frames go one by one, by the type of the device. A GPU is full with one frame of that size; with less it
 # would wait for launches. Elsewhere it has not been measured, and frames go two by two.
@@ -89,7 +90,7 @@ class Ring:
     def convolve(self, conv: Any, padding: tuple[int, int], residual: Tensor | None = None) -> Tensor:
         """What has been written, behind the two frames before it, through a convolution of depth 3: `[1, F, 1, H, W]`."""
         if (conv, "rows") not in self.arranged:
-            self.arranged[conv, "rows"] = _channels_last(conv.weight.transpose(2, 3))
+            self.arranged[conv, "rows"] = channels_last(conv.weight.transpose(2, 3))
         beside = None if residual is None else residual.squeeze(2).unsqueeze(3)
         x, (high, wide) = self.frames(self.free - 2, 3), padding
         y = turnout.conv3d(x, self.arranged[conv, "rows"], conv.bias, padding=(high, 0, wide), residual=beside)
@@ -108,10 +109,6 @@ class Ring:
         self.free = self.moved + self.places - 1
 
 
-def _channels_last(weight: Tensor) -> Tensor:
-    return weight.contiguous(memory_format=torch.channels_last_3d)
-
-
 def convolve_ahead(
     x: Tensor, conv: Any, padding: tuple[int, int], ahead: Tensor | None, arranged: dict[tuple, Any]
 ) -> tuple[Tensor, Tensor]:
@@ -121,12 +118,13 @@ def convolve_ahead(
     x: `[1, C, 1, H, W]`, `SiLU` of an RMS norm; ahead: what earlier frames add to this one and to later ones, None before the first.
     Returns the frame `[1, F, 1, H, W]` and what is ahead now. Sums are rounded to more bits than x has: to float16 where it is bfloat16,
     whose values of this size are float16 values too, so that what is rounded on the way is an eighth of what is rounded in the end.
+    Sums beyond 65504 would be infinite; a decoder's are clamped to 1.
     """
     filters, _, depth, *_ = conv.weight.shape
     kind = torch.float16 if x.dtype is torch.bfloat16 else torch.float32
     if (conv, "ahead") not in arranged:
         # [F, C, D, KH, KW] to [D * F, C, 1, KH, KW], what a frame adds to itself first
-        weight = _channels_last(conv.weight.to(kind).flip(2).permute(2, 0, 1, 3, 4).flatten(0, 1).unsqueeze(2))
+        weight = channels_last(conv.weight.to(kind).flip(2).permute(2, 0, 1, 3, 4).flatten(0, 1).unsqueeze(2))
         arranged[conv, "ahead"] = weight, None if conv.bias is None else F.pad(conv.bias.to(kind), (0, (depth - 1) * filters))
     weight, bias = arranged[conv, "ahead"]
     sums = turnout.conv3d(x.to(kind), weight, bias, padding=(0, *padding), residual=ahead)

@@ -1,7 +1,7 @@
 """The causal video VAE of Wan 2.1 and 2.2, and Qwen-Image's, which has the same parts under other names.
 
 Every convolution keeps its last frames for the next chunk. The list that holds them is the stock model's own, entry by entry, so its
-tiling and slicing keep working.
+tiling and slicing keep working; only a stream of large frames keeps those in rings (`frames.py`).
 """
 
 from __future__ import annotations
