@@ -40,10 +40,17 @@ def test_tiles_fit(task):
         assert tile.slots == 1 or task.weight[2 if tile.share == "depth" else 3] > 1
 
 
-def test_frames_before_are_found_by_depth_only():
-    """A block of several frames cannot come from two tensors."""
-    for before in ({"cache": 2}, {"pad_mode": "replicate"}):
-        assert {tile.share for tile in tiles.best(task(81, 480, 832, 96, 96, **before), H200.shared, H200.units, 2.0)} == {"depth"}
+def test_frames_before_the_first():
+    """A block of several frames cannot come from two tensors: it has two, one for each warpgroup. Copies of a frame are found by depth."""
+
+    def best(depth, **before):
+        return tiles.best(task(depth, 480, 832, 96, 96, **before), H200.shared, H200.units, 2.0)
+
+    assert {tile.share for tile in best(81, pad_mode="replicate")} == {"depth"}
+    for depth in (1, 2, 81):
+        assert all(tile.share == "depth" or (tile.rows, tile.columns) == (2, 64) for tile in best(depth, cache=2))
+    assert best(2, cache=2)[0].share == "height"
+    assert best(1, cache=2)[0].share == "depth"
 
 
 def test_tiles_of_wan():

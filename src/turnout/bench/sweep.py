@@ -78,7 +78,7 @@ def sweep_case(
     error, reference_error = (float(f"{trial.error(run):.3g}") for run in (op, op.reference))  # first: timing may write into arguments
     timings = time_variants(
         {"turnout": op.call, **runs, **peers, **bounds},
-        rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=40 if seconds >= 1 else 20,
+        rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=max(20, int(40 * seconds)),
     )  # fmt: skip
     work = op.work(problem)
     bound = max(work.bytes / ceiling["copy" if work.written else "read"], work.flops / ceiling["matmul"])

@@ -86,13 +86,13 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         sound = dict(_sound(op, route, problem, device, trial))
         if not sound:
             continue
-        share = seconds / (2 * len(candidates))
-        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=6, seconds=share) if len(sound) > 1 else None
+        share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
+        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=rounds, seconds=share) if len(sound) > 1 else None
         name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
         runs[route.name] = op.driven(sound[name], key)  # with what the router asks before it runs a route
         best[route.name] = dict(getattr(sound[name], "keywords", {}))
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
-    timings = time_variants(runs, inputs, where, cache=device.cache, rounds=20, seconds=seconds / 2)
+    timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
     row = Row(
         op=op.name,
         problem={name: plain(value) for name, value in problem._asdict().items()},

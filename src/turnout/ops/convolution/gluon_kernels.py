@@ -5,7 +5,8 @@ along S times BU x BW pixels, half of them for each warpgroup. One place along S
 fetched once for all of them, and may be held in registers while it is multiplied. Shared memory is what bounds these kernels.
 
 A group is one tap along U and W and one block of channels: SLOTS + KS - 1 places of the input and KS blocks of the weight, STAGES groups in
-flight. What lies outside of x TMA fills with zeros: that is the padding. Places before the first may come from another tensor, `cache`.
+flight. What lies outside of x TMA fills with zeros: that is the padding. Frames before the first may come from another tensor, `cache`:
+they are places along S, or, BY_FRAME, lie along U, where a tile has two frames, one for each warpgroup, which come one by one.
 """
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
@@ -51,7 +52,8 @@ def fetch(
     x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
     KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, WINDOW: gl.constexpr,
+    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    WINDOW: gl.constexpr, BY_FRAME: gl.constexpr,
 ):  # fmt: skip
     """WINDOW: 0, or how far apart the two warpgroups' pixels begin, where that is less than a half: they overlap, and come one by one."""
     PLACES: gl.constexpr = SLOTS + KS - 1
@@ -89,7 +91,11 @@ def fetch(
                             if REPLICATE:
                                 frame = gl.maximum(frame, -frames)
                             at_u, at_w = u + ku * DU - pu, w + kw * DW - pw
-                            if cache is not None:
+                            if BY_FRAME:
+                                for half in gl.static_range(2):
+                                    into = xs.index(2 * (stage * PLACES + p) + half)
+                                    fetch_frame(x, cache, frames, n, frame, at_u + half, at_w, block * BC, ready, into)
+                            elif cache is not None:
                                 if frame < 0:
                                     fetch_place(cache, n, frame + frames, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
                                 else:
@@ -106,6 +112,14 @@ def fetch_place(x, n, s, u, w, channel, ready, xs, index, WINDOW: gl.constexpr):
         tma.async_copy_global_to_shared(x, [n, s, u, w + WINDOW, channel], ready, xs.index(2 * index + 1))
     else:
         tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, xs.index(index))
+
+
+@gluon.jit
+def fetch_frame(x, cache, frames, n, row, frame, w, channel, ready, into):
+    if frame < 0:
+        tma.async_copy_global_to_shared(cache, [n, row, frame + frames, w, channel], ready, into)
+    else:
+        tma.async_copy_global_to_shared(x, [n, row, frame, w, channel], ready, into)
 
 
 @gluon.jit
@@ -165,10 +179,11 @@ def products(p, slots, kernel, pieces):
 def accumulate(
     accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1: gl.constexpr, layout2: gl.constexpr,
     KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
-    RS: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+    RS: gl.constexpr, APART: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """All groups of one tile. With RS pixels are read once, into registers, for all their products. Those of the last place have only one:
-    read from shared memory, it may go on while the next group begins. TF32 is rounded in registers, so there none goes past them."""
+    """All groups of one tile. Pixels of the two warpgroups lie one after the other, or APART. With RS they are read once, into registers,
+    for all their products. Those of the last place have only one: read from shared memory, it may go on while the next group begins. TF32
+    is rounded in registers, so there none goes past them."""
     BITS: gl.constexpr = xs.dtype.primitive_bitwidth
     PLACES: gl.constexpr = SLOTS + KS - 1
     PIECES: gl.constexpr = 2 if BN2 > 0 else 1
@@ -179,7 +194,7 @@ def accumulate(
         held = ()
         for p in gl.static_range(PLACES):
             mbarrier.wait(full.index(stage * PLACES + p), phase)
-            if WINDOW > 0:
+            if APART:
                 a1 = xs.index(2 * (stage * PLACES + p) + HALF).reshape([64, BC])
             else:
                 a1 = xs.index(stage * PLACES + p).reshape([128, BC]).slice(HALF * 64, 64)
@@ -224,7 +239,7 @@ def compute(
     y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nu, ns, groups_of_tap,
     frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr, KS: gl.constexpr,
     SLOTS: gl.constexpr, STAGES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
-    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,
+    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, BY_FRAME: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of every tile's pixels."""
     K: gl.constexpr = 256 // y1.dtype.primitive_bitwidth
@@ -248,7 +263,7 @@ def compute(
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
         groups = (end_tap - first_tap) * groups_of_tap
         accs = accumulate(
-            accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, 0, HALF
+            accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, BY_FRAME, HALF
         )  # fmt: skip
         group += groups
         for i in gl.static_range(SLOTS):
@@ -296,7 +311,7 @@ def implicit_gemm(
     tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters,
     BLOCKS: gl.constexpr, KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr,
+    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr, BY_FRAME: gl.constexpr,
 ):  # fmt: skip
     """out[pixel, filter] = sum over taps and channels. TAP_S, TAP_U: how far apart taps along S and U are in the weight [F, taps, C].
     SLOTS > 1 needs KO = 1; else the taps along S are KO, one after the other, and KS = 1."""
@@ -304,7 +319,10 @@ def implicit_gemm(
     PLACES: gl.constexpr = SLOTS + KS - 1
     HU: gl.constexpr = BU // 2 if BU > 1 else 1
     HW: gl.constexpr = BW if BU > 1 else BW // 2
-    xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES, 1, 1, BU, BW, BC], x.layout)
+    if BY_FRAME:
+        xs = gl.allocate_shared_memory(dtype, [2 * STAGES * PLACES, 1, 1, 1, BW, BC], x.layout)
+    else:
+        xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES, 1, 1, BU, BW, BC], x.layout)
     b1 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN1, 1, BC], w1.layout)
     o1 = gl.allocate_shared_memory(dtype, [2, 1, 1, HU, HW, BN1], y1.layout)
     if BN2 > 0:
@@ -329,13 +347,13 @@ def implicit_gemm(
         [
             (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(0), o2.index(0), full, free_x, free_b, arrived.index(0),
                        tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
-                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
+                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, BY_FRAME, 0)),
             (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(1), o2.index(1), full, free_x, free_b, arrived.index(1),
                        tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
-                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
+                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, BY_FRAME, 1)),
             (fetch, (x, cache, w1, w2, xs, b1, b2, full, free_x, free_b,
                      tiles, BLOCKS, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
-                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BU, BW, BC, BN1, BN2, 0)),
+                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BU, BW, BC, BN1, BN2, 0, BY_FRAME)),
         ],
         [4, 1],
         [240, 24],

@@ -66,7 +66,7 @@ def compute_narrow(
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (none,)
         accs = accumulate(
-            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, WINDOW, HALF
+            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, True, HALF
         )  # fmt: skip
         group += groups
         for i in gl.static_range(SLOTS):
@@ -96,7 +96,7 @@ def narrow_out(
             (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
                               OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
             (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
-                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW)),
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW, False)),
         ],
         [4, 1],
         [REGISTERS, 24],

@@ -120,7 +120,8 @@ def _plan(
 ) -> Plan:  # fmt: skip
     axes = AXES[tile.share]
     wide, narrow = (*tiles.split(tile.filters), 0)[:2]
-    whole = (tile.rows, tile.columns)
+    by_frame = bool(cache) and tile.share == "height"
+    whole = (1 if by_frame else tile.rows, tile.columns)
     half = (tile.rows // 2, tile.columns) if tile.rows > 1 else (1, tile.columns // 2)
 
     def pixels(held: Memory, block: tuple[int, int], last: int) -> Any:
@@ -149,7 +150,7 @@ def _plan(
         "TAP_S": apart[s], "TAP_U": apart[u], "DS": dilation[s], "DU": dilation[u], "DW": dilation[2],
         "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames,
         "SLOTS": tile.slots, "STAGES": tile.stages, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
-        "BN1": wide, "BN2": narrow, "RS": tile.from_registers,
+        "BN1": wide, "BN2": narrow, "RS": tile.from_registers, "BY_FRAME": by_frame,
     }  # fmt: skip
     return Plan(patterns, min(count, device.units), numbers, constants)
 

@@ -40,7 +40,12 @@ class Task(NamedTuple):
     @property
     def frames_before(self) -> bool:
         """Whether frames that are not zero stand before the first: only kernels that take frame by frame find them."""
-        return self.cache > 0 or (self.pad_mode == "replicate" and self.padding[0] > 0)
+        return self.cache > 0 or self.replicates
+
+    @property
+    def replicates(self) -> bool:
+        """Whether the very first frame stands in for those before it."""
+        return self.pad_mode == "replicate" and self.padding[0] > self.cache
 
     @property
     def seen(self) -> float:

@@ -61,7 +61,7 @@ def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Til
     """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and those with other slots that
     are nearly as fast: the bound is off by a tenth here and there."""
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
-    shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.frames_before else 2] if 1 < taps <= 3 and dilation == 1]
+    shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.replicates else 2] if 1 < taps <= 3 and dilation == 1]
     wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]  # narrower tiles fetch pixels more often than they have to
     found = []
     for slots in (1, 2, 4):
@@ -83,7 +83,8 @@ def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters
         return []
     ways = [True] if size == 4 else [False] if slots == 1 else [True, False]  # TF32 is rounded in registers; one product needs none
     sources = [held for held in ways if slots * filters // 2 + held * row // 4 <= REGISTERS]
-    return [Tile(share, slots, PIXELS // w, w, channels, filters, stages, held) for w in COLUMNS for held in sources]
+    columns = (PIXELS // 2,) if share == "height" and task.cache else COLUMNS  # two frames, which may come from two tensors
+    return [Tile(share, slots, PIXELS // w, w, channels, filters, stages, held) for w in columns for held in sources]
 
 
 def split(filters: int) -> list[int]:

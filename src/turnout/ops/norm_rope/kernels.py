@@ -94,9 +94,10 @@ def norm_rope(
     eps, S, S2, QH, KH, qb, qs, qh, q2b, q2s, q2h, kb, ks, kh, k2b, k2s, k2h, cb, cs, ch, qob, qos, qoh, kob, kos, koh,
     D: tl.constexpr, RD: tl.constexpr, RW: tl.constexpr, EW: tl.constexpr, V: tl.constexpr, TV: tl.constexpr,
     T: tl.constexpr, BH: tl.constexpr, N: tl.constexpr, HALF: tl.constexpr, TABLE: tl.constexpr, TABLE_HEADS: tl.constexpr,
-    STREAMS: tl.constexpr, KEYS: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, TWICE: tl.constexpr,
+    STREAMS: tl.constexpr, KEYS: tl.constexpr, BY_HEAD: tl.constexpr, NORM: tl.constexpr, WEIGHT: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
-    """RD of D columns rotate. RW and EW are powers of two that hold the rotating and the other columns.
+    """RD of D columns rotate. RW and EW are powers of two that hold the rotating and the other columns. Programs take
+    all heads of some tokens before the next tokens, since those share the tables; BY_HEAD all tokens first, as they lie in [B, H, S, D].
 
     NORM: "none", "head" or "all" (across heads: BH * N heads are all there are). TABLE: "none", "pair", "element" or "complex".
     """
@@ -111,7 +112,11 @@ def norm_rope(
     if STREAMS == 2:
         all_tiles += tl.cdiv(S2, T)
     pid = tl.program_id(0)
-    group, tile, b = pid % total, pid // total % all_tiles, (pid // total // all_tiles).to(tl.int64)
+    b = (pid // total // all_tiles).to(tl.int64)
+    if BY_HEAD:
+        group, tile = pid // all_tiles % total, pid % all_tiles
+    else:
+        group, tile = pid % total, pid // total % all_tiles
 
     x, xb, xs, xh, o, ob, os, oh, heads, weight = q, qb, qs, qh, q_out, qob, qos, qoh, QH, q_weight
     size, before = S, 0

@@ -47,9 +47,9 @@ def table_steps(shape: Sizes, strides: Sizes) -> Sizes:
 def plan(
     shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], table_shape: Sizes, table_strides: Sizes, kind: str,
     itemsize: int, table_itemsize: int, off: int, table_off: int, rotary: int, pairing: str, out_layout: str,
-    tokens: int, heads: int, chunks: int,
+    tokens: int, heads: int, chunks: int, by_head: bool,
 ) -> Plan:  # fmt: skip
-    """`tokens` tokens and `chunks` times `heads` heads are one program's."""
+    """`tokens` tokens and `chunks` times `heads` heads are one program's; next come other heads, or with `by_head` other tokens."""
     from turnout.ops.norm_rope.kernels import norm_rope as kernel
 
     q, q2, k, _ = shapes
@@ -69,7 +69,7 @@ def plan(
     constants = {
         "D": dim, "RD": rotary, "RW": power_of_two(max(rotary, 2)), "EW": power_of_two(max(dim - rotary, 2)), "V": vector,
         "TV": table_vector, "T": tokens, "BH": heads, "N": chunks, "HALF": half, "TABLE": kind, "TABLE_HEADS": table[2] != 0,
-        "STREAMS": 1 if q2 is None else 2, "KEYS": k is not None,
+        "STREAMS": 1 if q2 is None else 2, "KEYS": k is not None, "BY_HEAD": by_head,
     }  # fmt: skip
     groups = ceil_div(q_heads, heads * chunks) + ceil_div(k_heads, heads * chunks)
     tiles = ceil_div(length, tokens) + ceil_div(length2, tokens)
@@ -80,7 +80,7 @@ def plan(
 def one_launch(
     streams: tuple[Tensor | None, ...], weights: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | None, eps: float,
     norm: str, rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-    *, tokens: int, heads: int, chunks: int, warps: int,
+    *, tokens: int, heads: int, chunks: int, warps: int, by_head: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, kind = streams[0], table_kind(cos, rotary)
     assert q is not None
@@ -91,7 +91,7 @@ def one_launch(
         tuple([None if x is None else x.shape for x in streams]), tuple([None if x is None else x.stride() for x in streams]),
         () if cos is None else cos.shape, () if cos is None else cos.stride(), kind, q.element_size(),
         0 if cos is None else cos.element_size(), misaligned(*streams, *weights), misaligned(cos, sin), rotary, pairing, out_layout,
-        tokens, heads, chunks,
+        tokens, heads, chunks, by_head,
     )  # fmt: skip
     q_out = torch.empty(q_shape, dtype=q.dtype, device=q.device)
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)

@@ -63,7 +63,8 @@ def gpu_cost(problem: NormRope, device: Device) -> float | None:
 
 def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     """Tiles of 1024 elements, 8 for each of 128 threads: several tokens of one head, and as many heads one after the other as divide
-    evenly and leave enough programs for the card. Across heads: all heads of one or a few tokens."""
+    evenly and leave enough programs for the card. Across heads: all heads of one or a few tokens. Without tables heads have nothing in
+    common: then the order of the output is tried too."""
     parts = (problem.rotary // 2 if problem.pairing == "half" else problem.rotary, problem.dim - problem.rotary)
     width = power_of_two(max(2, *parts))
     tries = 2 if problem.elements >= LARGE else 1
@@ -79,7 +80,8 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     tiles = problem.batch * sum(ceil_div(length, tokens) for length in problem.lengths)
     whole = [n for n in range(1, 9) if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units] or [1]
     found = [{"tokens": tokens, "heads": 1, "chunks": n, "warps": 4} for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))]
-    return found[:tries]
+    lying: list[Config] = [{"tokens": tokens, "heads": 1, "chunks": 1, "warps": 4, "by_head": True}]
+    return (lying if problem.table == "none" and problem.out_layout == "bhsd" else []) + found[:tries]
 
 
 @NORM_ROPE.route("rotate", refuses=refuses_exact, cost=gpu_cost, configs=one_pass_configs, numerics="exact", version=1)
@@ -88,11 +90,11 @@ def one_pass(
     q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
     rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-    *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4,
+    *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4, by_head: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return one_launch(
         (q, q2, k, k2), (q_weight, q2_weight, k_weight, k2_weight), cos, sin, eps, norm, rotary, pairing, out_layout,
-        round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps,
+        round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps, by_head=by_head,
     )  # fmt: skip
 
 

@@ -89,10 +89,12 @@ def rows_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
-    """As many positions as fit with all their channels, at most 128: a program reads so many side by side from each channel."""
-    most = 1 << (max(8, min(128, 49152 // problem.channels)).bit_length() - 1)
-    warps = 8 if problem.channels * most <= 16384 else 16
-    return [{"positions": n, "channels": max(1, 512 * warps // n), "warps": warps} for n in (most, max(8, most // 2))[: tries(problem)]]
+    """Few positions, so that many programs are at work, some reading, some writing: 64 bytes side by side are enough. A tile has a vector
+    for each thread, or half of one where there are few channels. Fewer positions where not all of their channels would fit."""
+    positions = 1 << (max(8, min(32, 49152 // problem.channels)).bit_length() - 1)
+    warps = 4 if problem.channels * positions <= 12288 else 8 if problem.channels * positions <= 24576 else 16
+    tiles = [(256 * warps, warps), (128 * warps, warps) if problem.channels <= 128 else (512 * warps, 2 * warps)]
+    return [{"positions": positions, "channels": size // positions, "warps": n} for size, n in tiles[: tries(problem)]]
 
 
 @RMS_NORM_SILU.route("rows", refuses=refuses_rows, cost=gpu_cost(0.85), configs=rows_configs, numerics="close", version=1)
