@@ -44,8 +44,9 @@ def time_variants(
     `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each variant or `seconds`,
     whichever comes first, but takes three samples at least.
     """
-    for run in variants.values():  # compile, allocate, load
-        run(*inputs[0])
+    for args in inputs if device.type == "cuda" else inputs[:1]:  # compile, allocate, load; a graph is captured for each set
+        for run in variants.values():
+            run(*args)
     if device.type == "cuda":
         return _time_cuda(variants, inputs, device, cache, rounds, seconds)
     return _time_cpu(variants, inputs, rounds, seconds)

@@ -87,6 +87,7 @@ class Op:
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; such an op has no backward.
+    `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
     `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
     settings is another call.
@@ -100,8 +101,9 @@ class Op:
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
         mutates: tuple[str, ...] = (),
         ambient: Callable[[], Any] | None = None,
+        builtin: Callable[..., Any] | None = None,
     ):  # fmt: skip
-        self.ambient = ambient
+        self.ambient, self.builtin = ambient, builtin
         self.name, self.reference, self.cost = name, reference, cost
         self.problem_type, self.problem = problem_type, problem_type.of
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
@@ -177,7 +179,7 @@ class Op:
         key = self.key(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
-            return self.reference
+            return self.builtin or self.reference
         run = self.routes[verdict.chosen].run
         if verdict.config:
             run = functools.partial(run, **verdict.config)

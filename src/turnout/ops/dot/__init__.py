@@ -32,7 +32,7 @@ reference_cost = shared.cost(
 
 DOT = Op(
     "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore"
+    cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore", builtin=torch.dot
 )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ reference_cost = shared.cost(
 
 INNER = Op(
     "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.inner.cases", family=shared.family
+    cases="turnout.ops.inner.cases", family=shared.family, builtin=torch.inner
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def reference_cost(problem: Matmul, device: Device) -> float | None:
 
 MATMUL = Op(
     "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast"
+    cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast", builtin=torch.matmul
 )  # fmt: skip
 
 
