@@ -183,18 +183,22 @@ class Op:
         run = self.routes[verdict.chosen].run
         if verdict.config:
             run = functools.partial(run, **verdict.config)
-        return self.driven(self.opaque if key.wants_grad else run, key)
+        return self.driven(self.opaque if key.wants_grad else run, args)
 
-    def driven(self, run: Callable[..., Any], key: Key) -> Callable[..., Any]:
-        """A route as it is run. What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and
-        conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the reference does not pay for it."""
-        reference, device, minds_autocast = self.reference, key.devices[0], self.autocast == "reference"
+    def driven(self, run: Callable[..., Any], like: tuple) -> Callable[..., Any]:
+        """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
+        subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
+        reference does not pay for it."""
+        reference, minds_autocast = self.reference, self.autocast == "reference"
+        places = [i for i, x in enumerate(like) if isinstance(x, Tensor)]
+        device, may_be_conjugate = like[places[0]].device, any(like[i].is_complex() for i in places)
 
         def drive(*args: Any) -> Any:
             if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
                 return reference(*args)
-            for x in args:
-                if isinstance(x, Tensor) and (x.is_neg() or x.is_conj() or x.device != device or type(x) not in _PLAIN_TENSORS):
+            for i in places:
+                x = args[i]
+                if type(x) not in _PLAIN_TENSORS or x.is_neg() or x.device != device or (may_be_conjugate and x.is_conj()):
                     return reference(*args)
             try:
                 return run(*args)

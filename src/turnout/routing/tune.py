@@ -79,7 +79,6 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
     candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
     inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]  # the trial's own arguments stay as they are
     trial = trial or Trial(op, args)
-    key = op.key(args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
@@ -89,7 +88,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
         timings = time_variants(sound, inputs, where, cache=device.cache, rounds=rounds, seconds=share) if len(sound) > 1 else None
         name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
-        runs[route.name] = op.driven(sound[name], key)  # with what the router asks before it runs a route
+        runs[route.name] = op.driven(sound[name], args)  # with what the router asks before it runs a route
         best[route.name] = dict(getattr(sound[name], "keywords", {}))
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
