@@ -253,3 +253,42 @@ def widen_and_square(x, into):
         into[i] = value
         total += value * value
     return total
+
+
+@intrinsic
+def vector_plus(typing_context, a, b):
+    def emit(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return VECTOR(VECTOR, VECTOR), emit
+
+
+@intrinsic
+def vector_minus(typing_context, a, b):
+    def emit(context, builder, signature, args):
+        return builder.fsub(*args)
+
+    return VECTOR(VECTOR, VECTOR), emit
+
+
+@intrinsic(prefer_literal=True)
+def every_second(typing_context, a, b, first):
+    """The lanes `first`, `first` + 2, ... of two vectors in a row."""
+
+    def emit(context, builder, signature, args):
+        lanes = ir.Constant(ir.VectorType(_WORD, LANES), list(range(first.literal_value, 2 * LANES, 2)))
+        return builder.shuffle_vector(args[0], args[1], lanes)
+
+    return VECTOR(VECTOR, VECTOR, first), emit
+
+
+@intrinsic(prefer_literal=True)
+def in_turns(typing_context, a, b, half):
+    """The lanes of two vectors in turns: a0, b0, a1, ... Two vectors' worth, of which this is `half` 0 or 1."""
+
+    def emit(context, builder, signature, args):
+        first = half.literal_value * LANES // 2
+        lanes = ir.Constant(ir.VectorType(_WORD, LANES), [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)])
+        return builder.shuffle_vector(args[0], args[1], lanes)
+
+    return VECTOR(VECTOR, VECTOR, half), emit

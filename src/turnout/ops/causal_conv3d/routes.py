@@ -18,6 +18,7 @@ from turnout.ops.convolution.layout import LAST, known_format, moved, plain_form
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import finished
 from turnout.ops.convolution.task import Task
+from turnout.ops.convolution.winograd import by_winograd
 from turnout.routing.device import Device
 from turnout.routing.op import Config, Cost, Guard
 
@@ -74,6 +75,14 @@ def with_float32(
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     return joined_then(in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+
+
+@CAUSAL_CONV3D.route("winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1)
+def with_winograd(
+    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return joined_then(by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
 
 
 @CAUSAL_CONV3D.route("depth-taps", refuses=of_padded(guards.refuses_depth_taps), cost=depth_taps_cost, numerics="close", version=1)

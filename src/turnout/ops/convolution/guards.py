@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from turnout.ops.convolution.problem import Convolution
-from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype
+from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -125,9 +125,8 @@ def refuses_pointwise(problem: Convolution, device: Device) -> Iterator[str]:
 
 
 def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:
-    yield from refuses_anywhere(problem, torch.float32)
-    if device.type != "cpu":
-        yield f"device {device.name}, this route needs a CPU"
+    yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
+    yield from needs_numba(device)
     if problem.float32.conv not in ("ieee", ""):
         yield f"float32 multiplied as {problem.float32.conv}, this route needs ieee"
     if tuple(problem.weight[-2:]) != (3, 3):

@@ -18,7 +18,7 @@ CHANNELS_LAST: Any = {
 ONE_DNN: Any = {"refuses": guards.refuses_one_dnn, "cost": costs.one_dnn_cost, "numerics": "close", "version": 1}
 UPCAST: Any = {"refuses": guards.refuses_upcast, "cost": costs.upcast_cost, "numerics": "close", "version": 1}
 POINTWISE: Any = {"refuses": guards.refuses_pointwise, "cost": costs.pointwise_cost, "numerics": "close", "version": 1}
-WINOGRAD: Any = {"refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 1}
+WINOGRAD: Any = {"refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 2}
 DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_taps_cost, "numerics": "close", "version": 1}
 
 
@@ -65,9 +65,5 @@ def with_winograd(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
-    if input.dim() == 4:
-        y = by_winograd(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation]).squeeze(2)
-    else:
-        y = by_winograd(input, weight, bias, padding, dilation)
-    return finished(y, residual, format)
+    call = (input, weight, bias, stride, padding, dilation, groups)
+    return finished(by_winograd(*call), residual, torch_format(*call))

@@ -1,84 +1,127 @@
-"""Winograd's F(2x2, 3x3): a 3x3 convolution of stride 1 by 16 products where direct summation takes 36.
+"""Winograd's F(2x2, 3x3) on a CPU: a 3x3 convolution of stride 1 by 16 products where direct summation takes 36.
 
-The transforms below are those of S. Winograd, "Arithmetic Complexity of Computations", 1980, as A. Lavin and S. Gray apply them in
+The transforms are those of S. Winograd, "Arithmetic Complexity of Computations", 1980, as A. Lavin and S. Gray apply them in
 "Fast Algorithms for Convolutional Neural Networks", 2016. A tile of 4x4 input pixels, two apart, gives 2x2 outputs. With several
 depths of the kernel their products are added up before the last transform, so the transforms are shared.
+
+Inf would become NaN, and large numbers may overflow in between: where a result is not finite, torch is asked instead.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.ops.convolution.methods import output_frames, reached
+from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
+from turnout.ops.convolution.methods import in_float32, output_frames
+from turnout.ops.layouts import flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
-MOST_BYTES = 8 * 2**20  # of transformed tiles at a time: they stay in a CPU's cache
+MOST_BYTES = 12 * 2**20  # of a thread's transformed tiles
+MOST_FILTERS = 16 * 2**20  # bytes of transformed filters; more are done one part after the other
+MOST_FRAMES = 8  # that come out of a block
 
 
-def transformed_weight(weight: Tensor) -> Tensor:
-    """`[Cout, Cin, KD, 3, 3]` to `[KD, 4 * 4, Cin, Cout]`, columns before rows, as the tiles have them."""
-    g = weight.permute(2, 4, 3, 1, 0)  # [KD, KW, KH, Cin, Cout]
-    for axis in (1, 2):
-        first, middle, last = g.unbind(axis)
-        outer = first + last
-        g = torch.stack((first, (outer + middle) / 2, (outer - middle) / 2, last), axis)
-    return g.flatten(1, 2)
+class Block(NamedTuple):
+    """What a thread works on at a time: frames that come out, tiles down and across, filters."""
+
+    chunk: int
+    tall: int
+    wide: int
+    share: int
 
 
-def to_tiles(x: Tensor, axis: int) -> Tensor:
-    """Tiles of 4 pixels, two apart, along an axis, transformed: the four results in front, `[4, ..., tiles, ...]`."""
-    tiles = x.shape[axis] // 2 - 1
-    a, b, c, d = (x[(slice(None),) * axis + (slice(k, k + 2 * tiles - 1, 2),)] for k in range(4))
-    out = torch.empty((4, *a.shape), dtype=x.dtype, device=x.device)
-    torch.sub(a, c, out=out[0])
-    torch.add(b, c, out=out[1])
-    torch.sub(c, b, out=out[2])
-    torch.sub(b, d, out=out[3])
-    return out
+def block_of(plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool) -> Block:
+    """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little for all threads, tiles or
+    filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come out are the plan.
+
+    >>> block_of((96, 96, 3, 4), (30, 52), 1, 2, True), block_of((384, 384, 3, 2), (4, 6), 1, 2, False)
+    (Block(chunk=4, tall=2, wide=52, share=96), Block(chunk=2, tall=4, wide=6, share=96))
+    """
+    (channels, filters, depth, outputs), (down, across) = plan, tiles
+    chunk = even(outputs, MOST_FRAMES)
+    most = max(32, min(128 if last else 208, MOST_BYTES // (64 * chunk * (channels + filters))))
+    wide, unit = even(across, most), 8 if last else 16
+    blocks = clips * -(-outputs // chunk) * -(-across // wide)
+
+    def longest(tall: int) -> int:
+        """What the thread with most tiles has, counted as they are multiplied."""
+        return -(-blocks * -(-down // tall) // threads) * -(-tall * wide // unit) * unit
+
+    highest = max(1, min(down, most // wide))
+    tall, share = min(range(highest, highest // 2, -1), key=longest), filters
+    more = -(-(2 * threads) // (blocks * -(-down // tall)))
+    if more > 1 and depth * filters > 2 * chunk * tall * wide:
+        share = min(filters, -(-filters // more // 16) * 16)
+    elif more > 1:
+        wide = even(wide, max(16, -(-wide * tall // more)))
+        tall = even(tall, max(1, -(-wide * tall // more) // wide))
+    return Block(chunk, tall, wide, share)
 
 
-def from_tiles(m: Tensor) -> tuple[Tensor, Tensor]:
-    """The four results in front to the tile's two outputs."""
-    return (m[1] + m[2]).add_(m[0]), (m[1] - m[2]).sub_(m[3])
+def even(count: int, most: int) -> int:
+    """The size of the fewest even shares of at most so many."""
+    return -(-count // -(-count // most))
 
 
-def by_winograd(input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """A convolution with a kernel of KD x 3 x 3, stride 1, spatial dilation 1, one group."""
-    filters = transformed_weight(weight)
-    (_, cin, frames, *size), cout = input.shape, weight.shape[0]
-    outputs = output_frames(frames, weight.shape[2], 1, padding[0], dilation[0])
-    height, width = (n + 2 * p - 2 for n, p in zip(size, padding[1:], strict=True))
-    out = torch.empty((len(input), outputs, height, width, cout), dtype=input.dtype, device=input.device)
+def by_winograd(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+) -> Tensor:
+    """A convolution, 2-D or 3-D, with a kernel of 3 x 3 in height and width, stride 1, spatial dilation 1 and one group."""
+    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
+    if input.dim() == 4:
+        y = of_finite(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format)
+        y = None if y is None else y.squeeze(2)
+    else:
+        y = of_finite(input, weight, bias, padding, dilation, format)
+    if y is None and input.dtype is torch.float32:
+        return torch.convolution(input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    return in_float32(input, weight, bias, stride, padding, dilation, groups) if y is None else y
+
+
+def of_finite(
+    input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int], format: torch.memory_format
+) -> Tensor | None:
+    """Clips, channels first or last as the format says. None if a number that comes out is not finite."""
+    import numpy as np
+
+    from turnout.ops.convolution import cpu_kernels as kernels
+    from turnout.ops.threads import in_shares
+
+    last, format = format != FIRST, FIRST if format == FIRST else LAST[5]
+    if input.stride(1 if last else -1) != 1:
+        input = in_format(input, format)
+    (clips, channels, frames, rows, columns), (filters, _, depth, _, _) = input.shape, weight.shape
+    outputs = output_frames(frames, depth, 1, padding[0], dilation[0])
+    front, top, left = padding
+    height, width = rows + 2 * top - 2, columns + 2 * left - 2
+    shape = torch.Size((clips, filters, outputs, height, width))
+    y = torch.empty_strided(shape, known_strides(shape, format), dtype=input.dtype, device=input.device)
+    odd, shift = np.zeros(1, np.int64), np.zeros(-(-filters // kernels.LANES) * kernels.LANES, np.float32)
+    if bias is not None:
+        shift[:filters] = bias.detach().float().numpy()
     down, across = -(-height // 2), -(-width // 2)
-    margins = (padding[2], 2 * across + 2 - input.shape[4] - padding[2], padding[1], 2 * down + 2 - input.shape[3] - padding[1])
-    row = 16 * input.element_size() * across * (cin * frames + cout * outputs)
-    rows = max(1, min(down, MOST_BYTES // row))
-    spans = [reached(frames, outputs, tap, 1, padding[0], dilation[0]) for tap in range(weight.shape[2])]
-    for clip, into in zip(input, out, strict=True):  # [Cin, D, H, W] and [D', H', W', Cout]
-        image = F.pad(clip.movedim(0, -1), (0, 0, *margins))
-        for top in range(0, down, rows):
-            count = min(rows, down - top)
-            tiles = to_tiles(to_tiles(image[:, 2 * top : 2 * (top + count) + 2], 1), 3)  # [4, 4, D, rows, columns, Cin]
-            products = _multiplied(tiles.view(16, frames, -1, cin), filters, spans, outputs).view(4, 4, outputs, count, across, cout)
-            for x, columns in enumerate(from_tiles(products)):
-                for y, values in enumerate(from_tiles(columns)):
-                    place = into[:, 2 * top + y : 2 * (top + count) : 2, x::2]
-                    values = values[:, : place.shape[1], : place.shape[2]]
-                    place.copy_(values) if bias is None else torch.add(values, bias, out=place)
-    return out.movedim(-1, 1)
-
-
-def _multiplied(tiles: Tensor, filters: Tensor, spans: list[tuple[int, int, int]], outputs: int) -> Tensor:
-    """`[16, frames, tiles, Cin]` times `[KD, 16, Cin, Cout]`, added up over what each output sees: `[16, outputs, tiles, Cout]`."""
-    _, _, count, cin = tiles.shape
-    products = torch.zeros((16, outputs * count, filters.shape[3]), dtype=tiles.dtype, device=tiles.device)
-    flat = tiles.view(16, -1, cin)
-    for filter, (first, end, frame) in zip(filters, spans, strict=True):
-        into, seen = products[:, first * count : end * count], flat[:, frame * count : (frame + end - first) * count]
-        for part in range(0, cin, AT_ONCE):
-            into.baddbmm_(seen[..., part : part + AT_ONCE], filter[:, part : part + AT_ONCE])
-    return products
+    block = block_of((channels, filters, depth, outputs), (down, across), clips, torch.get_num_threads(), last)
+    at_once = max(1, MOST_FILTERS // (4 * kernels.POINTS * kernels.LANES * depth * channels)) * kernels.LANES
+    x, x_steps, y_steps, w_steps = flat(input), kernels.Steps(*input.stride()), kernels.Steps(*y.stride()), kernels.Steps(*weight.stride())
+    for first in range(0, filters, at_once):
+        count = min(at_once, filters - first)
+        vectors = -(-count // kernels.LANES)
+        point = (vectors * channels + 1) * kernels.LANES
+        u = torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device).numpy()
+        given = (flat(weight[first : first + count]), w_steps, count, channels, depth, u, point)
+        in_shares(functools.partial(kernels.transform_weight, *given), vectors * -(-channels // kernels.CHANNELS))
+        plan = kernels.Plan(
+            channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
+            block.chunk, block.tall, block.wide, min(block.share, count), -(-channels // AT_ONCE),
+        )  # fmt: skip
+        cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
+        blocks = clips * prod(-(-n // size) for n, size in cuts)
+        given = (x, x_steps, u, point, shift[first:], flat(y[:, first : first + count]), y_steps, plan, last)
+        in_shares(functools.partial(kernels.convolve, *given, np.zeros(1, np.int64), odd, blocks), blocks)
+    return None if odd[0] else y
