@@ -47,7 +47,7 @@ def _constant(kind, number):
     return ir.Constant(kind, [number] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, number)
 
 
-def _fma(builder, a, b, c):
+def emit_fma(builder, a, b, c):
     name = f"llvm.fma.v{LANES}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c])
 
@@ -145,6 +145,45 @@ def vector_times(typing_context, a, b):
     return VECTOR(VECTOR, VECTOR), emit
 
 
+@intrinsic
+def vector_plus(typing_context, a, b):
+    def emit(context, builder, signature, args):
+        return builder.fadd(*args)
+
+    return VECTOR(VECTOR, VECTOR), emit
+
+
+@intrinsic
+def vector_minus(typing_context, a, b):
+    def emit(context, builder, signature, args):
+        return builder.fsub(*args)
+
+    return VECTOR(VECTOR, VECTOR), emit
+
+
+@intrinsic(prefer_literal=True)
+def every_second(typing_context, a, b, first):
+    """The lanes `first`, `first` + 2, ... of two vectors in a row."""
+
+    def emit(context, builder, signature, args):
+        lanes = ir.Constant(ir.VectorType(_WORD, LANES), list(range(first.literal_value, 2 * LANES, 2)))
+        return builder.shuffle_vector(args[0], args[1], lanes)
+
+    return VECTOR(VECTOR, VECTOR, first), emit
+
+
+@intrinsic(prefer_literal=True)
+def in_turns(typing_context, a, b, half):
+    """The lanes of two vectors in turns: a0, b0, a1, ... Two vectors' worth, of which this is `half` 0 or 1."""
+
+    def emit(context, builder, signature, args):
+        first = half.literal_value * LANES // 2
+        lanes = ir.Constant(ir.VectorType(_WORD, LANES), [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)])
+        return builder.shuffle_vector(args[0], args[1], lanes)
+
+    return VECTOR(VECTOR, VECTOR, half), emit
+
+
 @intrinsic(prefer_literal=True)
 def moved_back(typing_context, before, here, count):
     """The vector that begins `count` lanes before `here` does, where `before` ends."""
@@ -190,7 +229,7 @@ def fused(typing_context, a, b, c):
     """a * b + c, rounded once; of vectors too."""
 
     def emit(context, builder, signature, args):
-        return _fma(builder, *args)
+        return emit_fma(builder, *args)
 
     return a(a, a, a), emit
 
@@ -213,7 +252,7 @@ def silu(typing_context, a):
         t = builder.select(builder.fcmp_ordered(">", value, number(-89.0)), value, number(-89.0))
         t = builder.select(builder.fcmp_ordered("<", t, number(87.0)), t, number(87.0))
         shifted = add(multiply(t, number(-1.44269504)), number(12582912.0))  # rounds to an integer in the low bits
-        r = _fma(builder, subtract(shifted, number(12582912.0)), number(0.693147182), t)  # ln(2) in float32 is 1.9e-9 too large
+        r = emit_fma(builder, subtract(shifted, number(12582912.0)), number(0.693147182), t)  # ln(2) in float32 is 1.9e-9 too large
         power = number(0.00138206338)
         for coefficient in (-0.00836867373, 0.0416682661, -0.166665211, 0.49999994, -1.0, 1.0):
             power = add(multiply(power, r), number(coefficient))
@@ -253,42 +292,3 @@ def widen_and_square(x, into):
         into[i] = value
         total += value * value
     return total
-
-
-@intrinsic
-def vector_plus(typing_context, a, b):
-    def emit(context, builder, signature, args):
-        return builder.fadd(*args)
-
-    return VECTOR(VECTOR, VECTOR), emit
-
-
-@intrinsic
-def vector_minus(typing_context, a, b):
-    def emit(context, builder, signature, args):
-        return builder.fsub(*args)
-
-    return VECTOR(VECTOR, VECTOR), emit
-
-
-@intrinsic(prefer_literal=True)
-def every_second(typing_context, a, b, first):
-    """The lanes `first`, `first` + 2, ... of two vectors in a row."""
-
-    def emit(context, builder, signature, args):
-        lanes = ir.Constant(ir.VectorType(_WORD, LANES), list(range(first.literal_value, 2 * LANES, 2)))
-        return builder.shuffle_vector(args[0], args[1], lanes)
-
-    return VECTOR(VECTOR, VECTOR, first), emit
-
-
-@intrinsic(prefer_literal=True)
-def in_turns(typing_context, a, b, half):
-    """The lanes of two vectors in turns: a0, b0, a1, ... Two vectors' worth, of which this is `half` 0 or 1."""
-
-    def emit(context, builder, signature, args):
-        first = half.literal_value * LANES // 2
-        lanes = ir.Constant(ir.VectorType(_WORD, LANES), [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)])
-        return builder.shuffle_vector(args[0], args[1], lanes)
-
-    return VECTOR(VECTOR, VECTOR, half), emit
