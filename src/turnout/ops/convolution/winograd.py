@@ -25,6 +25,7 @@ AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lo
 MOST_BYTES = 12 * 2**20  # of a thread's transformed tiles
 MOST_FILTERS = 16 * 2**20  # bytes of transformed filters; more are done one part after the other
 MOST_FRAMES = 8  # that come out of a block
+FEW_PARTS = 64  # of the filters, 2 us each: to wake a thread takes longer than half of so many
 
 
 class Block(NamedTuple):
@@ -36,6 +37,7 @@ class Block(NamedTuple):
     share: int
 
 
+@functools.lru_cache(1024)
 def block_of(plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool) -> Block:
     """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little for all threads, tiles or
     filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come out are the plan.
@@ -114,8 +116,11 @@ def of_finite(
         vectors = -(-count // kernels.LANES)
         point = (vectors * channels + 1) * kernels.LANES
         u = torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device).numpy()
-        given = (flat(weight[first : first + count]), w_steps, count, channels, depth, u, point)
-        in_shares(functools.partial(kernels.transform_weight, *given), vectors * -(-channels // kernels.CHANNELS))
+        transform = functools.partial(
+            kernels.transform_weight, flat(weight[first : first + count]), w_steps, count, channels, depth, u, point
+        )
+        parts = vectors * -(-channels // kernels.CHANNELS)
+        in_shares(transform, parts) if parts * depth > FEW_PARTS else transform(0, parts)
         plan = kernels.Plan(
             channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
             block.chunk, block.tall, block.wide, min(block.share, count), -(-channels // AT_ONCE),
