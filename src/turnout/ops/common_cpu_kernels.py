@@ -47,7 +47,7 @@ def _constant(kind, number):
     return ir.Constant(kind, [number] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, number)
 
 
-def emit_fma(builder, a, b, c):
+def _fma(builder, a, b, c):
     name = f"llvm.fma.v{LANES}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
     return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c])
 
@@ -229,7 +229,7 @@ def fused(typing_context, a, b, c):
     """a * b + c, rounded once; of vectors too."""
 
     def emit(context, builder, signature, args):
-        return emit_fma(builder, *args)
+        return _fma(builder, *args)
 
     return a(a, a, a), emit
 
@@ -252,7 +252,7 @@ def silu(typing_context, a):
         t = builder.select(builder.fcmp_ordered(">", value, number(-89.0)), value, number(-89.0))
         t = builder.select(builder.fcmp_ordered("<", t, number(87.0)), t, number(87.0))
         shifted = add(multiply(t, number(-1.44269504)), number(12582912.0))  # rounds to an integer in the low bits
-        r = emit_fma(builder, subtract(shifted, number(12582912.0)), number(0.693147182), t)  # ln(2) in float32 is 1.9e-9 too large
+        r = _fma(builder, subtract(shifted, number(12582912.0)), number(0.693147182), t)  # ln(2) in float32 is 1.9e-9 too large
         power = number(0.00138206338)
         for coefficient in (-0.00836867373, 0.0416682661, -0.166665211, 0.49999994, -1.0, 1.0):
             power = add(multiply(power, r), number(coefficient))

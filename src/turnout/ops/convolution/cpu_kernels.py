@@ -19,7 +19,7 @@ from numba.extending import intrinsic
 
 from turnout.ops.common_cpu_kernels import (
     LANES,
-    emit_fma,
+    _fma,
     every_second,
     fused,
     in_turns,
@@ -117,7 +117,7 @@ def add_product(typing_context, a, a_at, a_row, a_next, b, b_at, b_column, b_nex
             )
             for total, factor in zip(row, vectors, strict=True):
                 total.add_incoming(ir.Constant(vector, [0.0] * LANES), before)
-                total.add_incoming(emit_fma(builder, lanes, factor, total), loop)
+                total.add_incoming(_fma(builder, lanes, factor, total), loop)
         following = builder.add(k, ir.Constant(index, 1))
         k.add_incoming(following, loop)
         builder.cbranch(builder.icmp_signed("<", following, length), loop, after)
