@@ -8,7 +8,7 @@ import torch
 import turnout
 from turnout.ops.dot import DOT
 from turnout.ops.matmul import MATMUL
-from turnout.routing.op import Op
+from turnout.routing.op import OPS, Op
 
 A = torch.arange(8.0)
 BIG = torch.ones(1, 10_000_000), torch.ones(10_000_000, 1)
@@ -81,6 +81,15 @@ def test_transforms_modes_subclasses_and_lazy_tensors_are_torchs(pinned):
         fakes = mode.from_tensor(x[0]), mode.from_tensor(y[0])
         with mode:
             assert type(turnout.dot(*fakes)).__name__ == "FakeTensor"
+
+
+@pytest.mark.parametrize("name", ["dot", "inner", "matmul"])
+def test_torchs_own_function_runs_where_it_is_chosen(name):
+    op, theirs = OPS[name], getattr(torch, name)
+    with turnout.pin(**{name: "reference"}):
+        op.memo.clear()
+        assert torch.equal(op.call(A, A), theirs(A, A))
+        assert list(op.memo.values()) == [theirs]
 
 
 def test_lazy_conjugation():

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.ops.causal_conv1d.launches import ceil_div
 from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
 from turnout.ops.convolution.methods import in_float32, output_frames
 from turnout.ops.layouts import flat
@@ -49,26 +50,26 @@ def block_of(plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int
     chunk = even(outputs, MOST_FRAMES)
     most = max(32, min(128 if last else 208, MOST_BYTES // (64 * chunk * (channels + filters))))
     wide, unit = even(across, most), 8 if last else 16
-    blocks = clips * -(-outputs // chunk) * -(-across // wide)
+    blocks = clips * ceil_div(outputs, chunk) * ceil_div(across, wide)
 
     def longest(tall: int) -> int:
         """What the thread with most tiles has, counted as they are multiplied."""
-        return -(-blocks * -(-down // tall) // threads) * -(-tall * wide // unit) * unit
+        return ceil_div(blocks * ceil_div(down, tall), threads) * ceil_div(tall * wide, unit) * unit
 
     highest = max(1, min(down, most // wide))
     tall, share = min(range(highest, highest // 2, -1), key=longest), filters
-    more = -(-(2 * threads) // (blocks * -(-down // tall)))
+    more = ceil_div(2 * threads, blocks * ceil_div(down, tall))
     if more > 1 and depth * filters > 2 * chunk * tall * wide:
-        share = min(filters, -(-filters // more // 16) * 16)
+        share = min(filters, ceil_div(filters, 16 * more) * 16)
     elif more > 1:
-        wide = even(wide, max(16, -(-wide * tall // more)))
-        tall = even(tall, max(1, -(-wide * tall // more) // wide))
+        wide = even(wide, max(16, ceil_div(wide * tall, more)))
+        tall = even(tall, max(1, ceil_div(wide * tall, more) // wide))
     return Block(chunk, tall, wide, share)
 
 
 def even(count: int, most: int) -> int:
     """The size of the fewest even shares of at most so many."""
-    return -(-count // -(-count // most))
+    return ceil_div(count, ceil_div(count, most))
 
 
 def by_winograd(
@@ -104,29 +105,29 @@ def of_finite(
     height, width = rows + 2 * top - 2, columns + 2 * left - 2
     shape = torch.Size((clips, filters, outputs, height, width))
     y = torch.empty_strided(shape, known_strides(shape, format), dtype=input.dtype, device=input.device)
-    odd, shift = np.zeros(1, np.int64), np.zeros(-(-filters // kernels.LANES) * kernels.LANES, np.float32)
+    odd, shift = np.zeros(1, np.int64), np.zeros(ceil_div(filters, kernels.LANES) * kernels.LANES, np.float32)
     if bias is not None:
         shift[:filters] = bias.detach().float().numpy()
-    down, across = -(-height // 2), -(-width // 2)
+    down, across = ceil_div(height, 2), ceil_div(width, 2)
     block = block_of((channels, filters, depth, outputs), (down, across), clips, torch.get_num_threads(), last)
     at_once = max(1, MOST_FILTERS // (4 * kernels.POINTS * kernels.LANES * depth * channels)) * kernels.LANES
     x, x_steps, y_steps, w_steps = flat(input), kernels.Steps(*input.stride()), kernels.Steps(*y.stride()), kernels.Steps(*weight.stride())
     for first in range(0, filters, at_once):
         count = min(at_once, filters - first)
-        vectors = -(-count // kernels.LANES)
+        vectors = ceil_div(count, kernels.LANES)
         point = (vectors * channels + 1) * kernels.LANES
         u = torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device).numpy()
         transform = functools.partial(
             kernels.transform_weight, flat(weight[first : first + count]), w_steps, count, channels, depth, u, point
         )
-        parts = vectors * -(-channels // kernels.CHANNELS)
+        parts = vectors * ceil_div(channels, kernels.CHANNELS)
         in_shares(transform, parts) if parts * depth > FEW_PARTS else transform(0, parts)
         plan = kernels.Plan(
             channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
-            block.chunk, block.tall, block.wide, min(block.share, count), -(-channels // AT_ONCE),
+            block.chunk, block.tall, block.wide, min(block.share, count), ceil_div(channels, AT_ONCE),
         )  # fmt: skip
         cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
-        blocks = clips * prod(-(-n // size) for n, size in cuts)
+        blocks = clips * prod(ceil_div(n, size) for n, size in cuts)
         given = (x, x_steps, u, point, shift[first:], flat(y[:, first : first + count]), y_steps, plan, last)
         in_shares(functools.partial(kernels.convolve, *given, np.zeros(1, np.int64), odd, blocks), blocks)
     return None if odd[0] else y

@@ -80,8 +80,8 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     tiles = problem.batch * sum(ceil_div(length, tokens) for length in problem.lengths)
     whole = [n for n in range(1, 9) if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units] or [1]
     found = [{"tokens": tokens, "heads": 1, "chunks": n, "warps": 4} for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))]
-    lying: list[Config] = [{"tokens": tokens, "heads": 1, "chunks": 1, "warps": 4, "by_head": True}]
-    return (lying if problem.table == "none" and problem.out_layout == "bhsd" else []) + found[:tries]
+    in_order: Config = {"tokens": tokens, "heads": 1, "chunks": 1, "warps": 4, "by_head": True}
+    return [in_order, *found[:tries]] if problem.table == "none" and problem.out_layout == "bhsd" else found[:tries]
 
 
 @NORM_ROPE.route("rotate", refuses=refuses_exact, cost=gpu_cost, configs=one_pass_configs, numerics="exact", version=1)
