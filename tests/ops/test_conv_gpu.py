@@ -53,6 +53,18 @@ def test_chunks_give_the_whole_clip(name, mode):
             assert torch.equal(torch.cat(parts, 2), whole)
 
 
+@pytest.mark.parametrize("filters", [3, 24])
+def test_calls_that_look_alike_at_other_addresses(filters):
+    """What was worked out for a call serves others of its shapes, but TMA cannot begin anywhere."""
+    weight, bias = integers(filters, 16, 3, 3), integers(filters, 1, 1)[:, 0, 0]
+    even, odd = (torch.randint(-1, 2, (2 * 20 * 36 * 16 + 1,), device=GPU).to(torch.bfloat16) for _ in range(2))
+    name = "narrow-out-hopper" if filters == 3 else "implicit-gemm-hopper"
+    with turnout.pin(conv2d=name if Device.of(GPU).capability == (9, 0) else "implicit-gemm"):
+        for held in (even[:-1], odd[1:], odd[:-1], even[1:]):
+            x = held.view(2, 20, 36, 16).movedim(-1, 1)
+            assert torch.equal(turnout.conv2d(x, weight, bias, padding=1), F.conv2d(x, weight, bias, padding=1))
+
+
 def test_memory_is_no_more_than_torchs():
     x, weight, bias = integers(1, 96, 4, 240, 416), integers(96, 96, 3, 3, 3), integers(96, 1, 1)[:, 0, 0]
     theirs = peak_mib(lambda: F.conv3d(x, weight, bias, padding=1), ())

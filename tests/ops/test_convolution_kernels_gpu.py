@@ -14,9 +14,11 @@ B, H, S = torch.bfloat16, torch.float16, torch.float32
 SHARED = Tile("depth", 4, 4, 32, 32, 96, 3, True)
 FROM_MEMORY = SHARED._replace(from_registers=False)
 ROWS = Tile("height", 4, 2, 64, 32, 96, 3, True)
+BY_FRAME = ROWS._replace(rows=1)
 WIDE = Tile("depth", 2, 8, 16, 32, 192, 2, True)
 ALONE = Tile("depth", 1, 8, 16, 64, 128, 4, False)
 WIDEST = Tile("depth", 1, 16, 8, 64, 256, 3, False)
+BOXES = Tile("depth", 1, 4, 8, 64, 256, 3, False)
 FLAT = Tile("height", 2, 1, 128, 32, 128, 3, True)
 SINGLE = Tile("depth", 4, 4, 32, 16, 96, 2, True)
 SINGLE_ALONE = Tile("depth", 1, 8, 16, 32, 64, 3, True)
@@ -34,10 +36,10 @@ GEMMS = {
     "several blocks of filters": (RAGGED._replace(channels=64, filters=200), SHARED),
     "from memory": (RAGGED, FROM_MEMORY),
     "rows": (RAGGED, ROWS),
-    "rows, cache": (CAUSAL._replace(cache=2), ROWS),
-    "rows, cache, two images": (CAUSAL._replace(batch=2, cache=2, size=(2, 19, 70), residual=True), ROWS),
-    "rows, short cache, one frame": (CAUSAL._replace(cache=1, size=(1, 19, 70)), ROWS._replace(slots=2, from_registers=False)),
-    "rows, cache, dilated": (CAUSAL._replace(cache=4, dilation=(2, 1, 1), padding=(4, 1, 1)), ROWS),
+    "rows, cache": (CAUSAL._replace(cache=2), BY_FRAME),
+    "rows, cache, two images": (CAUSAL._replace(batch=2, cache=2, size=(2, 19, 70), residual=True), BY_FRAME),
+    "rows, short cache, one frame": (CAUSAL._replace(cache=1, size=(1, 19, 70)), BY_FRAME._replace(slots=2, from_registers=False)),
+    "rows, cache, dilated": (CAUSAL._replace(cache=4, dilation=(2, 1, 1), padding=(4, 1, 1)), BY_FRAME),
     "wide": (RAGGED._replace(channels=192, filters=192), WIDE),
     "alone, dilated": (RAGGED._replace(channels=64, dilation=(2, 1, 2), padding=(2, 1, 2), ends=(2, 1, 2)), ALONE),
     "alone, 3 x 1 x 1": (RAGGED._replace(kernel=(3, 1, 1), channels=40, filters=136, padding=(1, 0, 0), ends=(1, 0, 0)), ALONE),
@@ -47,10 +49,17 @@ GEMMS = {
     "alone, replicated": (CAUSAL._replace(channels=64, pad_mode="replicate"), ALONE),
     "alone, more padding than frames": (RAGGED._replace(channels=64, size=(2, 19, 37), padding=(5, 1, 1), ends=(4, 1, 1)), ALONE),
     "widest": (RAGGED._replace(channels=128, filters=512), WIDEST),
+    "boxes": (RAGGED._replace(channels=128, filters=512), BOXES),
+    "boxes, one to spare": (RAGGED._replace(channels=128, filters=256, size=(3, 60, 104), residual=True), BOXES),
+    "boxes, cache, 96 filters": (CAUSAL._replace(cache=1, residual=True), BOXES._replace(filters=96)),
+    "boxes, shared": (RAGGED, SHARED._replace(rows=4, columns=8)),
+    "boxes, shared rows": (IMAGE._replace(residual=True), FLAT._replace(rows=4, columns=8)),
+    "boxes, dilated": (RAGGED._replace(channels=64, dilation=(2, 1, 2), padding=(2, 1, 2), ends=(2, 1, 2)), BOXES),
     "image": (IMAGE, FLAT),
     "uneven padding": (RAGGED._replace(padding=(0, 2, 0), ends=(2, 0, 1)), SHARED),
     "TF32": (RAGGED._replace(dtype=S, residual=True), SINGLE),
     "TF32, alone": (RAGGED._replace(dtype=S, channels=36, filters=20), SINGLE_ALONE),
+    "TF32, boxes": (RAGGED._replace(dtype=S, channels=36, residual=True), SINGLE_ALONE._replace(rows=4, columns=8, filters=96)),
 }
 NARROW = NarrowTile("height", 4, 64, 1)
 ROLLED = NarrowTile("rolled", 7, 64, 3)
@@ -58,6 +67,7 @@ THREE = RAGGED._replace(filters=3, size=(4, 21, 130))
 NARROWS = {
     "image": (IMAGE._replace(filters=3), NARROW),
     "eight rows, residual": (IMAGE._replace(filters=3, size=(2, 21, 70), residual=True), NARROW._replace(slots=8)),
+    "odd number of windows": (IMAGE._replace(filters=3, size=(1, 21, 150)), NARROW),
     "film": (THREE, NarrowTile("height", 4, 32, 2)),
     "film, cache": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), cache=2), NarrowTile("depth", 4, 32, 2)),
     "twelve filters": (THREE._replace(filters=12), NarrowTile("height", 4, 32, 2)),

@@ -34,23 +34,32 @@ def test_tiles_fit(task):
     found = tiles.best(task, H200.shared, H200.units, 2.0)
     assert found
     for tile in found:
-        assert tile.rows * tile.columns == tiles.PIXELS
+        assert tile.boxes * tile.rows * tile.columns == tiles.PIXELS
         assert 1 <= len(tiles.split(tile.filters)) <= 2
         assert tile.slots * tile.filters // 2 <= tiles.REGISTERS
         assert tile.slots == 1 or task.weight[2 if tile.share == "depth" else 3] > 1
 
 
 def test_frames_before_the_first():
-    """A block of several frames cannot come from two tensors: it has two, one for each warpgroup. Copies of a frame are found by depth."""
+    """A box with several frames cannot come from two tensors: it has one. Copies of a frame are found by depth."""
 
     def best(depth, **before):
         return tiles.best(task(depth, 480, 832, 96, 96, **before), H200.shared, H200.units, 2.0)
 
     assert {tile.share for tile in best(81, pad_mode="replicate")} == {"depth"}
     for depth in (1, 2, 81):
-        assert all(tile.share == "depth" or (tile.rows, tile.columns) == (2, 64) for tile in best(depth, cache=2))
+        assert all(tile.share == "depth" or (tile.rows, tile.columns) == (1, 64) for tile in best(depth, cache=2))
     assert best(2, cache=2)[0].share == "height"
     assert best(1, cache=2)[0].share == "depth"
+
+
+def test_small_boxes_where_tiles_would_stick_out():
+    whole = tiles.best(TASKS[3], H200.shared, H200.units)
+    assert [tile.boxes for tile in whole] == [1] * len(whole)
+    first, second, *_ = tiles.best(TASKS[4], H200.shared, H200.units)
+    assert first.boxes == 4
+    assert second.boxes == 1
+    assert first._replace(rows=second.rows, columns=second.columns) == second
 
 
 def test_tiles_of_wan():

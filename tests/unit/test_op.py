@@ -1,6 +1,7 @@
 """What stands around a call: failures at launch, transforms, modes, autocast, subclasses, lazy tensors, wrong arguments."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,20 @@ def failing(monkeypatch, op, name, error):
 
     route = op.routes[name]
     monkeypatch.setitem(op.routes, name, type(route)(name, fail, route.refuses, route.cost, route.numerics, route.version, route.configs))
+
+
+def test_a_route_is_bound_once_to_calls_that_look_alike(monkeypatch):
+    bindings = []
+
+    def bind(run, args, config):
+        bindings.append(config)
+        return (lambda *call: 2 * run(*call)) if len(args[0]) == 4 else None
+
+    monkeypatch.setitem(DOT.routes, "in-halves", replace(DOT.routes["cpu-chunks"], name="in-halves", bound=bind))
+    with turnout.pin(dot="in-halves"):
+        assert [turnout.dot(torch.full((4,), x), torch.ones(4)).item() for x in (1.0, 2.0)] == [8, 16]  # the second in other memory
+        assert turnout.dot(torch.ones(5), torch.ones(5)).item() == 5
+    assert len(bindings) == 2
 
 
 def test_a_route_that_fails_at_launch_falls_to_the_next_warns_once_and_is_remembered(monkeypatch):

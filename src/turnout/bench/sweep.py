@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.metadata
 import json
@@ -62,7 +61,7 @@ def sweep_case(
         if any(route.refuses(problem, known)):
             continue
         config = verdict.config if verdict.chosen == route.name else route.configs(problem, known)[0]
-        run = functools.partial(route.run, **config)
+        run = route.ready(args, dict(config))
         why = trial.complaint(route.numerics, run)
         if why is None:
             runs[route.name] = run

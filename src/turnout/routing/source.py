@@ -12,17 +12,19 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[2]
 
 
-def fingerprint(function: Callable) -> str:
-    """Hash of a function and of all it names, directly or through others, in its own file and in the files of `ops` that one imports."""
-    home = Path(inspect.getfile(function))
-    defined = _definitions(home)
+def fingerprint(*functions: Callable) -> str:
+    """Hash of functions and of all they name, directly or through others, in their own files and in the files of `ops` those import."""
     texts: dict[str, str] = {}
-    waiting = [function.__name__]
-    while waiting:
-        name = waiting.pop()
-        if name in defined and name not in texts:
-            texts[name], named = defined[name]
-            waiting += named
+    for function in functions:
+        if isinstance(function, functools.partial):
+            function = function.func
+        defined = _definitions(Path(inspect.getfile(function)))
+        waiting = [function.__name__]
+        while waiting:
+            name = waiting.pop()
+            if name in defined and name not in texts:
+                texts[name], named = defined[name]
+                waiting += named
     return hashlib.sha256("\n".join(texts[name] for name in sorted(texts)).encode()).hexdigest()[:16]
 
 

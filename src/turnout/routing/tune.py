@@ -15,7 +15,7 @@ from turnout.bench.timer import Timing, time_variants
 from turnout.routing.case import copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Op, Route, TurnoutWarning, forget_choices, op_named
+from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, op_named
 from turnout.routing.table import Row, forget_tables, publish
 from turnout.routing.verify import Trial
 
@@ -82,14 +82,15 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
-        sound = dict(_sound(op, route, problem, device, trial))
+        sound = {str(config): (run, config) for config, run in _sound(op, route, args, device, trial)}
         if not sound:
             continue
         share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
-        timings = time_variants(sound, inputs, where, cache=device.cache, rounds=rounds, seconds=share) if len(sound) > 1 else None
+        variants = {name: run for name, (run, _) in sound.items()}
+        timings = time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share) if len(sound) > 1 else None
         name = min(timings, key=lambda n, found=timings: found[n].us) if timings else next(iter(sound))
-        runs[route.name] = op.driven(sound[name], args)  # with what the router asks before it runs a route
-        best[route.name] = dict(getattr(sound[name], "keywords", {}))
+        run, best[route.name] = sound[name]
+        runs[route.name] = op.driven(run, args)  # with what the router asks before it runs a route
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
     row = Row(
@@ -106,16 +107,16 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
     return row, device
 
 
-def _sound(op: Op, route: Route, problem: Any, device: Device, trial: Trial) -> Iterator[tuple[str, Callable]]:
-    """The configurations of a route that launch and give the right output, as (name, callable)."""
-    for config in route.configs(problem, device):
-        run = functools.partial(route.run, **config)
+def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> Iterator[tuple[Config, Callable]]:
+    """The configurations of a route that launch and give the right output, each with what runs it."""
+    for config in route.configs(op.problem(*args), device):
+        run = route.ready(args, config)
         try:
             why = trial.complaint(route.numerics, run)
         except Exception as failure:  # whatever a candidate does, tuning goes on with the others
             why = f"it failed: {type(failure).__name__}: {failure}"
         if why is None:
-            yield str(config), run
+            yield config, run
         else:
             warnings.warn(f"turnout.tune: {op.name} route {route.name!r} {config} is left out: {why}", TurnoutWarning, stacklevel=4)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnout.ops.convolution import costs
 from turnout.ops.convolution.gradients import convolution_backward, residual_gradient
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format
-from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, float32_settings, spread
+from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -151,7 +151,7 @@ def arguments(
 
 CAUSAL_CONV3D = Op(
     "causal_conv3d", reference, problem_type=CausalConv3d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv3d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=float32_settings,
+    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -13,7 +14,7 @@ from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_b
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_strides, known_output, launched, task_of
-from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
+from turnout.ops.convolution.launches import bound, implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
 from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import finished
@@ -136,7 +137,8 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
     def configs(problem: CausalConv3d, device: Device) -> list[Config]:
         return kernel.configs(causal_task(problem), device)
 
-    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+    bind = functools.partial(causal_bound, kernel.launch) if kernel.hopper else None
+    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
 
 
 def convolved(
@@ -146,12 +148,36 @@ def convolved(
     """A causal convolution by one launch."""
     before = (weight.shape[2] - 1) * dilation[0]
     held = 0 if cache is None else min(cache.shape[2], before)
-    cache = cache[:, :, cache.shape[2] - held :] if cache is not None and held else None
-    whole = (*input.shape[:2], input.shape[2] + before, *input.shape[3:])
-    shape = known_output(whole, weight.shape, tuple(stride), (0, *padding), tuple(dilation))
+    if cache is not None and held < cache.shape[2]:
+        cache = cache[:, :, cache.shape[2] - held :] if held else None
+    shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launched(launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache, pad_mode)
     return moved(out, known_format(input, weight))
+
+
+def causal_bound(launch: Callable[..., None], run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
+    """`convolved` for calls like this one, without asking again what follows from shapes. Where all of the cache is read: the rest of a
+    longer one would have to be cut off."""
+    input, weight, bias, cache, stride, padding, dilation, _, pad_mode, residual = args
+    before = (weight.shape[2] - 1) * dilation[0]
+    if (cache is not None and not 0 < cache.shape[2] <= before) or known_format(input, weight) != LAST[5]:
+        return None
+    shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
+    short = bound(launch, shape, input, weight, bias, (before, *padding), dilation, residual, cache, pad_mode, config)
+    if short is None:
+        return None
+
+    def convolve(input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual):
+        y = short(input, weight, bias, residual, cache)
+        return run(input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual) if y is None else y
+
+    return convolve
+
+
+def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:
+    """The shape of a clip with that many frames before it."""
+    return (*shape[:2], shape[2] + before, *shape[3:])
 
 
 @CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))

@@ -31,7 +31,7 @@ def arguments(
 
 CONV2D = Op(
     "conv2d", reference, problem_type=shared.Conv2d, cost=reference_cost, work=work, cases="turnout.ops.conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=convolution_vjp, ambient=shared.float32_settings,
+    arguments=arguments, family=family, autocast="cast", vjp=convolution_vjp, ambient=shared.torch_settings,
 )  # fmt: skip
 
 

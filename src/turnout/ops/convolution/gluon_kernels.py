@@ -1,12 +1,15 @@
 """Implicit GEMM for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
 
 The kernels see axes [N, S, U, W, C]: S is shared (depth, or height where that suits better), U is the other one. A tile is SLOTS places
-along S times BU x BW pixels, half of them for each warpgroup. One place along S of the input serves up to KS of the tile's outputs: it is
+along S times 128 pixels, half of them for each warpgroup. One place along S of the input serves up to KS of the tile's outputs: it is
 fetched once for all of them, and may be held in registers while it is multiplied. Shared memory is what bounds these kernels.
+
+The 128 pixels are BOXES boxes of BU x BW, each fetched by itself: neighbours along W, and behind the last of a row the first of the next.
+So few pixels are computed for nothing where tiles in one piece would stick out. The two warpgroups share one box, or have theirs.
 
 A group is one tap along U and W and one block of channels: SLOTS + KS - 1 places of the input and KS blocks of the weight, STAGES groups in
 flight. What lies outside of x TMA fills with zeros: that is the padding. Frames before the first may come from another tensor, `cache`:
-they are places along S, or, BY_FRAME, lie along U, where a tile has two frames, one for each warpgroup, which come one by one.
+they are places along S, or, BY_FRAME, lie along U, where no box has pixels of two frames.
 """
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
@@ -18,21 +21,28 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
-    "tiles", "nw", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
+    "tiles", "nw", "nt", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
     "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
 )  # fmt: skip
 
 
 @gluon.jit
-def place(tile, columns, nw, nu, ns, BU: gl.constexpr, BW: gl.constexpr, SLOTS: gl.constexpr):
-    """Column block, batch and first pixel of a tile. Blocks of columns are neighbours: they read the same pixels."""
+def place(tile, columns, nw, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
+    """Column block, batch, first place along S and first box of a tile, of the nt tiles that the boxes of a place make. Blocks of columns
+    are neighbours: they read the same pixels."""
     column = tile % columns
     tile = tile // columns
-    w = (tile % nw) * BW
-    tile = tile // nw
-    u = (tile % nu) * BU
-    tile = tile // nu
-    return column, tile // ns, (tile % ns) * SLOTS, u, w
+    box = (tile % nt) * BOXES
+    tile = tile // nt
+    return column, tile // ns, (tile % ns) * SLOTS, box
+
+
+@gluon.jit
+def step(u, w, nw, BU: gl.constexpr, BW: gl.constexpr):
+    """From a box to the next one."""
+    w += BW
+    past = w >= nw * BW
+    return gl.where(past, u + BU, u), gl.where(past, 0, w)
 
 
 @gluon.jit
@@ -49,20 +59,20 @@ def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.
 
 @gluon.jit
 def fetch(
-    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
+    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
     KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
-    WINDOW: gl.constexpr, BY_FRAME: gl.constexpr,
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    BY_FRAME: gl.constexpr,
 ):  # fmt: skip
-    """WINDOW: 0, or how far apart the two warpgroups' pixels begin, where that is less than a half: they overlap, and come one by one."""
+    """BU, BW: how far apart boxes are. They may overlap."""
     PLACES: gl.constexpr = SLOTS + KS - 1
-    STEP: gl.constexpr = 2 * WINDOW if WINDOW > 0 else BW
-    X_BYTES: gl.constexpr = (128 if WINDOW > 0 else BU * BW) * BC * x.dtype.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = 128 * BC * x.dtype.primitive_bitwidth // 8
     W_BYTES: gl.constexpr = (BN1 + BN2) * BC * x.dtype.primitive_bitwidth // 8
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        column, n, s, u, w = place(tile, columns, nw, nu, ns, BU, STEP, SLOTS)
+        column, n, s, box = place(tile, columns, nw, nt, ns, SLOTS, BOXES)
+        u, w = (box // nw) * BU - pu, (box % nw) * BW
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
         for ko in range(first_tap, end_tap):
             for ku in range(KU):
@@ -79,7 +89,7 @@ def fetch(
                                 mbarrier.expect(ready, X_BYTES + W_BYTES)
                                 tap = (ko + p) * TAP_S + ku * TAP_U + kw
                                 filter = column * (BN1 + BN2)
-                                if WINDOW > 0:  # [KW, F, taps, C]
+                                if len(w1.block_shape) == 4:  # [KW, F, taps, C]
                                     tma.async_copy_global_to_shared(w1, [0, filter, tap, block * BC], ready, b1.index(slot))
                                 else:
                                     tma.async_copy_global_to_shared(w1, [filter, tap, block * BC], ready, b1.index(slot))
@@ -90,36 +100,39 @@ def fetch(
                             frame = s + (ko + p) * DS - ps
                             if REPLICATE:
                                 frame = gl.maximum(frame, -frames)
-                            at_u, at_w = u + ku * DU - pu, w + kw * DW - pw
-                            if BY_FRAME:
-                                for half in gl.static_range(2):
-                                    into = xs.index(2 * (stage * PLACES + p) + half)
-                                    fetch_frame(x, cache, frames, n, frame, at_u + half, at_w, block * BC, ready, into)
-                            elif cache is not None:
-                                if frame < 0:
-                                    fetch_place(cache, n, frame + frames, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
-                                else:
-                                    fetch_place(x, n, frame, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
-                            else:
-                                fetch_place(x, n, frame, at_u, at_w, block * BC, ready, xs, stage * PLACES + p, WINDOW)
+                            at_u, at_w = u, w
+                            for i in gl.static_range(BOXES):
+                                into = xs.index((stage * PLACES + p) * BOXES + i)
+                                to_u, to_w = at_u + ku * DU, at_w + kw * DW - pw
+                                fetch_box(x, cache, frames, n, frame, to_u, to_w, block * BC, ready, into, BY_FRAME)
+                                if i < BOXES - 1:
+                                    at_u, at_w = step(at_u, at_w, nw, BU, BW)
                         group += 1
 
 
 @gluon.jit
-def fetch_place(x, n, s, u, w, channel, ready, xs, index, WINDOW: gl.constexpr):
-    if WINDOW > 0:
-        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, xs.index(2 * index))
-        tma.async_copy_global_to_shared(x, [n, s, u, w + WINDOW, channel], ready, xs.index(2 * index + 1))
+def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.constexpr):
+    if cache is None:
+        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
+    elif BY_FRAME:
+        if u < 0:
+            tma.async_copy_global_to_shared(cache, [n, s, u + frames, w, channel], ready, into)
+        else:
+            tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
     else:
-        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, xs.index(index))
+        if s < 0:
+            tma.async_copy_global_to_shared(cache, [n, s + frames, u, w, channel], ready, into)
+        else:
+            tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
 
 
 @gluon.jit
-def fetch_frame(x, cache, frames, n, row, frame, w, channel, ready, into):
-    if frame < 0:
-        tma.async_copy_global_to_shared(cache, [n, row, frame + frames, w, channel], ready, into)
-    else:
-        tma.async_copy_global_to_shared(x, [n, row, frame, w, channel], ready, into)
+def rows_of(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """COUNT matrices in the shared memory of these boxes, as the tensor cores see them: rows are pixels."""
+    bits: gl.constexpr = boxes.dtype.primitive_bitwidth
+    wide: gl.constexpr = COLUMNS * bits // 8 if COLUMNS * bits < 1024 else 128
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=wide, element_bitwidth=bits, rank=2)
+    return boxes._reinterpret(boxes.dtype, [COUNT, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
@@ -177,14 +190,14 @@ def products(p, slots, kernel, pieces):
 
 @gluon.jit
 def accumulate(
-    accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1: gl.constexpr, layout2: gl.constexpr,
+    accs, group, groups, pixels, b1, b2, full, free_x, free_b, layout1: gl.constexpr, layout2: gl.constexpr,
     KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
-    RS: gl.constexpr, APART: gl.constexpr, HALF: gl.constexpr,
+    RS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """All groups of one tile. Pixels of the two warpgroups lie one after the other, or APART. With RS they are read once, into registers,
-    for all their products. Those of the last place have only one: read from shared memory, it may go on while the next group begins. TF32
-    is rounded in registers, so there none goes past them."""
-    BITS: gl.constexpr = xs.dtype.primitive_bitwidth
+    """All groups of one tile. `pixels` are matrices of 64, one for each warpgroup. With RS they are read once, into registers, for all
+    their products. Those of the last place have only one: read from shared memory, it may go on while the next group begins. TF32 is
+    rounded in registers, so there none goes past them."""
+    BITS: gl.constexpr = pixels.dtype.primitive_bitwidth
     PLACES: gl.constexpr = SLOTS + KS - 1
     PIECES: gl.constexpr = 2 if BN2 > 0 else 1
     HELD: gl.constexpr = (PLACES if BITS == 32 else PLACES - 1) if RS else 0  # places that go through registers
@@ -194,10 +207,7 @@ def accumulate(
         held = ()
         for p in gl.static_range(PLACES):
             mbarrier.wait(full.index(stage * PLACES + p), phase)
-            if APART:
-                a1 = xs.index(2 * (stage * PLACES + p) + HALF).reshape([64, BC])
-            else:
-                a1 = xs.index(stage * PLACES + p).reshape([128, BC]).slice(HALF * 64, 64)
+            a1 = pixels.index(2 * (stage * PLACES + p) + HALF)
             a2 = a1
             if p < HELD:
                 a1 = rounded(a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS)))
@@ -234,23 +244,50 @@ def accumulate(
     return accs
 
 
+@gluon.constexpr_function
+def panels(filters, dtype):
+    """In how many pieces these filters of a pixel are written: TMA takes 128 bytes at a time."""
+    return max(filters * dtype.primitive_bitwidth // 1024, 1)
+
+
+@gluon.jit
+def fetch_residual(r, o, n, s, u, w, filter, arrived, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
+    for p in gl.static_range(PANELS):
+        tma.async_copy_global_to_shared(r, [n, s, u, w, filter + p * (N // PANELS)], arrived, o.index(first + p * apart))
+
+
+@gluon.jit
+def store(y, o, n, s, u, w, filter, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
+    for p in gl.static_range(PANELS):
+        tma.async_copy_shared_to_global(y, [n, s, u, w, filter + p * (N // PANELS)], o.index(first + p * apart))
+
+
 @gluon.jit
 def compute(
-    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nu, ns, groups_of_tap,
+    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nt, ns, groups_of_tap,
     frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr, KS: gl.constexpr,
-    SLOTS: gl.constexpr, STAGES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
-    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, BY_FRAME: gl.constexpr, HALF: gl.constexpr,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
+    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: half of every tile's pixels."""
-    K: gl.constexpr = 256 // y1.dtype.primitive_bitwidth
-    HALF_U: gl.constexpr = HALF * (BU // 2)
-    HALF_W: gl.constexpr = HALF * (BW // 2) if BU == 1 else 0
-    layout1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN1, K])
-    layout2: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN2 if BN2 > 0 else BN1, K])
+    BITS: gl.constexpr = y1.dtype.primitive_bitwidth
+    OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1  # boxes of this warpgroup, or its half of one
+    HALF_U: gl.constexpr = HALF * (BU // 2) if BOXES == 1 else 0
+    HALF_W: gl.constexpr = HALF * (BW // 2) if BOXES == 1 and BU == 1 else 0
+    P1: gl.constexpr = panels(BN1, y1.dtype)
+    P2: gl.constexpr = panels(BN2, y1.dtype)
+    O1: gl.constexpr = HALF * OWN * P1  # the first box of this warpgroup
+    O2: gl.constexpr = HALF * OWN * P2
+    layout1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN1, 256 // BITS])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN2 if BN2 > 0 else BN1, 256 // BITS]
+    )
+    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)
+    out1, out2 = rows_of(o1, 2, 64, BN1).index(HALF), rows_of(o2, 2, 64, BN2 if BN2 > 0 else BN1).index(HALF)
     group = 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        column, n, s, u, w = place(tile, columns, nw, nu, ns, BU, BW, SLOTS)
+        column, n, s, box = place(tile, columns, nw, nt, ns, SLOTS, BOXES)
         f1, f2 = column * (BN1 + BN2), column * (BN1 + BN2) + BN1
         start = begin(bias1, column, BN1, layout1, BIAS)
         accs = (start,)
@@ -263,31 +300,41 @@ def compute(
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
         groups = (end_tap - first_tap) * groups_of_tap
         accs = accumulate(
-            accs, group, groups, xs, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, BY_FRAME, HALF
+            accs, group, groups, pixels, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, HALF
         )  # fmt: skip
         group += groups
+        if BOXES > 1:
+            box += HALF * OWN
+        u, w = (box // nw) * BU + HALF_U, (box % nw) * BW + HALF_W
         for i in gl.static_range(SLOTS):
             tma.store_wait(0)
-            at_u, at_w = u + HALF_U, w + HALF_W
             first = accs[i]
             second = accs[SLOTS + i if BN2 > 0 else i]
             if r1 is not None:
-                mbarrier.expect(arrived, 64 * (BN1 + BN2) * y1.dtype.primitive_bitwidth // 8)
-                tma.async_copy_global_to_shared(r1, [n, s + i, at_u, at_w, f1], arrived, o1)
-                if BN2 > 0:
-                    tma.async_copy_global_to_shared(r2, [n, s + i, at_u, at_w, f2], arrived, o2)
+                mbarrier.expect(arrived, 64 * (BN1 + BN2) * BITS // 8)
+                at_u, at_w = u, w
+                for j in gl.static_range(OWN):
+                    fetch_residual(r1, o1, n, s + i, at_u, at_w, f1, arrived, O1 + j, OWN, BN1, P1)
+                    if BN2 > 0:
+                        fetch_residual(r2, o2, n, s + i, at_u, at_w, f2, arrived, O2 + j, OWN, BN2, P2)
+                    if j < OWN - 1:
+                        at_u, at_w = step(at_u, at_w, nw, BU, BW)
                 mbarrier.wait(arrived, count & 1)
                 count += 1
-                first += o1.reshape([64, BN1]).load(layout1).to(gl.float32)
+                first += out1.load(layout1).to(gl.float32)
                 if BN2 > 0:
-                    second += o2.reshape([64, BN2]).load(layout2).to(gl.float32)
-            o1.reshape([64, BN1]).store(first.to(y1.dtype))
+                    second += out2.load(layout2).to(gl.float32)
+            out1.store(first.to(y1.dtype))
             if BN2 > 0:
-                o2.reshape([64, BN2]).store(second.to(y1.dtype))
+                out2.store(second.to(y1.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(y1, [n, s + i, at_u, at_w, f1], o1)
-            if BN2 > 0:
-                tma.async_copy_shared_to_global(y2, [n, s + i, at_u, at_w, f2], o2)
+            at_u, at_w = u, w
+            for j in gl.static_range(OWN):
+                store(y1, o1, n, s + i, at_u, at_w, f1, O1 + j, OWN, BN1, P1)
+                if BN2 > 0:
+                    store(y2, o2, n, s + i, at_u, at_w, f2, O2 + j, OWN, BN2, P2)
+                if j < OWN - 1:
+                    at_u, at_w = step(at_u, at_w, nw, BU, BW)
     tma.store_wait(0)
 
 
@@ -308,26 +355,23 @@ def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def implicit_gemm(
     x, cache, w1, w2, y1, y2, r1, r2, bias,
-    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters,
+    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw, filters,
     BLOCKS: gl.constexpr, KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr, BY_FRAME: gl.constexpr,
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr,
+    BY_FRAME: gl.constexpr,
 ):  # fmt: skip
     """out[pixel, filter] = sum over taps and channels. TAP_S, TAP_U: how far apart taps along S and U are in the weight [F, taps, C].
     SLOTS > 1 needs KO = 1; else the taps along S are KO, one after the other, and KS = 1."""
     dtype: gl.constexpr = x.dtype
     PLACES: gl.constexpr = SLOTS + KS - 1
-    HU: gl.constexpr = BU // 2 if BU > 1 else 1
-    HW: gl.constexpr = BW if BU > 1 else BW // 2
-    if BY_FRAME:
-        xs = gl.allocate_shared_memory(dtype, [2 * STAGES * PLACES, 1, 1, 1, BW, BC], x.layout)
-    else:
-        xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES, 1, 1, BU, BW, BC], x.layout)
+    xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES * BOXES] + x.block_shape, x.layout)
     b1 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN1, 1, BC], w1.layout)
-    o1 = gl.allocate_shared_memory(dtype, [2, 1, 1, HU, HW, BN1], y1.layout)
+    OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1
+    o1 = gl.allocate_shared_memory(dtype, [2 * OWN * panels(BN1, dtype)] + y1.block_shape, y1.layout)
     if BN2 > 0:
         b2 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN2, 1, BC], w2.layout)
-        o2 = gl.allocate_shared_memory(dtype, [2, 1, 1, HU, HW, BN2], y2.layout)
+        o2 = gl.allocate_shared_memory(dtype, [2 * OWN * panels(BN2, dtype)] + y2.block_shape, y2.layout)
     else:
         b2 = b1
         o2 = o1
@@ -345,15 +389,15 @@ def implicit_gemm(
     groups = KU * KW * channel_blocks
     gl.warp_specialize(
         [
-            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(0), o2.index(0), full, free_x, free_b, arrived.index(0),
-                       tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
-                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, BY_FRAME, 0)),
-            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1.index(1), o2.index(1), full, free_x, free_b, arrived.index(1),
-                       tiles, BLOCKS, nw, nu, ns, groups, frames, size, ps, KO, DS, REPLICATE,
-                       KS, SLOTS, STAGES, BU, BW, BC, BN1, BN2, BIAS, RS, BY_FRAME, 1)),
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived.index(0),
+                       tiles, BLOCKS, nw, nt, ns, groups, frames, size, ps, KO, DS, REPLICATE,
+                       KS, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived.index(1),
+                       tiles, BLOCKS, nw, nt, ns, groups, frames, size, ps, KO, DS, REPLICATE,
+                       KS, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
             (fetch, (x, cache, w1, w2, xs, b1, b2, full, free_x, free_b,
-                     tiles, BLOCKS, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
-                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BU, BW, BC, BN1, BN2, 0, BY_FRAME)),
+                     tiles, BLOCKS, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
+                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BY_FRAME)),
         ],
         [4, 1],
         [240, 24],

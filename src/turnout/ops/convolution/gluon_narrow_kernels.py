@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from turnout.ops.convolution.gluon_kernels import NUMBERS, accumulate, fetch, fetch_place, multiply, place, rings, settle
+from turnout.ops.convolution.gluon_kernels import NUMBERS, accumulate, fetch, fetch_box, multiply, place, rings, rows_of, settle
 
 
 @gluon.constexpr_function
@@ -51,27 +51,29 @@ def write(
 
 @gluon.jit
 def compute_narrow(
-    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters, OS, OW, on, os, ou, ow, oc,
+    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters, OS, OU, OW, on, os, ou, ow, oc,
     rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: WINDOW pixels of every tile."""
     BN: gl.constexpr = BK * BF
     layout: gl.constexpr = sums_layout(BN, xs.dtype.primitive_bitwidth)
+    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, n, s, u, w = place(tile, 1, nw, nu, ns, 1, 2 * WINDOW, SLOTS)
+        _, n, s, box = place(tile, 1, nw, nt, ns, SLOTS, 2)
+        u, w = (box + HALF) // nw, (box + HALF) % nw * WINDOW
         none = gl.zeros((64, BN), gl.float32, layout)
         accs = (none,)
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (none,)
         accs = accumulate(
-            accs, group, groups, xs, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, True, HALF
+            accs, group, groups, pixels, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, HALF
         )  # fmt: skip
         group += groups
         for i in gl.static_range(SLOTS):
             write(
-                accs[i], out, residual, bias, n, s + i, u, w + HALF * WINDOW, s + i < OS, filters, OW, on, os, ou, ow, oc,
+                accs[i], out, residual, bias, n, s + i, u, w, (s + i < OS) & (u < OU), filters, OW, on, os, ou, ow, oc,
                 rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
             )  # fmt: skip
 
@@ -79,7 +81,7 @@ def compute_narrow(
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out(
     x, cache, w1, out, residual, bias,
-    tiles, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
     KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -91,12 +93,12 @@ def narrow_out(
     groups = KU * channel_blocks
     gl.warp_specialize(
         [
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
-                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nu, ns, groups, filters,
-                              OS, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nu, ns, channel_blocks, frames, size, ps, pu, pw,
-                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 1, 64, BC, BK * BF, 0, WINDOW, False)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
+                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
+                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 2, 1, WINDOW, BC, BK * BF, 0, False)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -105,12 +107,13 @@ def narrow_out(
 
 @gluon.jit
 def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
-    """Batch, frame, first row and column of a strip. Frames are neighbours: they read the same ones."""
+    """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other one is: two strips then come to
+    the rows they share at the same time, and one of them finds these in the cache. Frames are neighbours: they read the same ones."""
     s = tile % ns
     tile = tile // ns
     w = (tile % nw) * (2 * WINDOW)
     tile = tile // nw
-    return tile // nu, s, (tile % nu) * ROWS, w
+    return tile // nu, s, (tile % nu) * ROWS, w, tile % nu % 2 == 1
 
 
 @gluon.jit
@@ -128,8 +131,9 @@ def fetch_rolled(
                 tma.async_copy_global_to_shared(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, s, u, w = strip(tile, nw, nu, ns, ROWS, WINDOW)
+        n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)
         for row in range(ROWS + KU - 1):
+            at_u = u - pu + gl.where(up, ROWS + KU - 2 - row, row)
             for ks in range(KS):
                 frame = s + ks - ps
                 if REPLICATE:
@@ -139,13 +143,9 @@ def fetch_rolled(
                     ready = full.index(stage)
                     mbarrier.wait(free.index(stage), (step // STAGES) & 1 ^ 1)
                     mbarrier.expect(ready, 128 * ROW_BYTES)
-                    if cache is not None:
-                        if frame < 0:
-                            fetch_place(cache, n, frame + frames, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
-                        else:
-                            fetch_place(x, n, frame, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
-                    else:
-                        fetch_place(x, n, frame, u + row - pu, w - pw, block * BC, ready, xs, stage, WINDOW)
+                    for half in gl.static_range(2):
+                        into = xs.index(2 * stage + half)
+                        fetch_box(x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC, ready, into, False)
                     step += 1
 
 
@@ -163,7 +163,7 @@ def compute_rolled(
     mbarrier.wait(held, 0)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        n, s, u, w = strip(tile, nw, nu, ns, ROWS, WINDOW)
+        n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)
         accs = (none,)
         for _ in gl.static_range(KU - 1):
             accs = accs + (none,)
@@ -174,16 +174,17 @@ def compute_rolled(
                     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
                     pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)
                     for ku in gl.static_range(KU):
-                        tap = taps.index(ku * GROUPS + group)
+                        tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
                         accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
                     # Not before: only products that have begun show that all pixels have been read.
                     mbarrier.arrive(free.index(stage), count=1)
                     accs = settle(accs, (pixels,), 0)
                     step += 1
                 row = first + j - (KU - 1)
-                inside = (row >= 0) & (u + row < OU)
+                at_u = u + gl.where(up, ROWS - 1 - row, row)
+                inside = (row >= 0) & (at_u < OU)
                 write(
-                    accs[(j + 1) % KU], out, residual, bias, n, s, u + row, w + HALF * WINDOW, inside, filters, OW, on, os, ou, ow, oc,
+                    accs[(j + 1) % KU], out, residual, bias, n, s, at_u, w + HALF * WINDOW, inside, filters, OW, on, os, ou, ow, oc,
                     rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
                 )  # fmt: skip
                 accs = accs[: (j + 1) % KU] + (none,) + accs[(j + 1) % KU + 1 :]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
-from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper, straight
+from turnout.ops.convolution.launches import bound, implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper, straight
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
@@ -35,6 +35,7 @@ class Kernel(NamedTuple):
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
     hopper: bool
+    launch: Callable[..., None]
 
     def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
         yield from needs.needs_triton(device)
@@ -80,13 +81,17 @@ def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]
 
 IMPLICIT_GEMM = Kernel(
     task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
-    portable_arithmetic, hopper=False,
+    portable_arithmetic, False, implicit_gemm,
 )  # fmt: skip
-IMPLICIT_GEMM_HOPPER = Kernel(task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, hopper=True)
-NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), hopper=False
+IMPLICIT_GEMM_HOPPER = Kernel(
+    task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, True, implicit_gemm_hopper
 )
-NARROW_OUT_HOPPER = Kernel(task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), hopper=True)
+NARROW_OUT = Kernel(
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), False, narrow_out
+)
+NARROW_OUT_HOPPER = Kernel(
+    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), True, narrow_out_hopper
+)
 
 
 # From a problem to a task
@@ -147,7 +152,8 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
     def configs(problem: Convolution, device: Device) -> list[Config]:
         return kernel.configs(task_of(problem), device)
 
-    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+    bind = functools.partial(convolution_bound, kernel.launch) if kernel.hopper else None
+    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
 
 
 # From tensors to a launch
@@ -189,6 +195,25 @@ def convolved(
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
     launched(launch, input, weight, bias, out, stride, padding, dilation, residual, config)
     return moved(out, torch_format(input, weight, bias, stride, padding, dilation, groups))
+
+
+def convolution_bound(
+    launch: Callable[..., None], run: Callable[..., Tensor], args: tuple, config: Config
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    """`convolved` for calls like this one, without asking again what follows from shapes."""
+    input, weight, bias, stride, padding, dilation, groups, residual = args
+    if torch_format(input, weight, bias, stride, padding, dilation, groups) != LAST[input.dim()]:
+        return None
+    shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
+    short = bound(launch, shape, input, weight, bias, padding, dilation, residual, None, "zeros", config)
+    if short is None:
+        return None
+
+    def convolve(input, weight, bias, stride, padding, dilation, groups, residual):
+        y = short(input, weight, bias, residual, None)
+        return run(input, weight, bias, stride, padding, dilation, groups, residual) if y is None else y
+
+    return convolve
 
 
 def with_implicit_gemm(

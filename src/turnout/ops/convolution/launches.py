@@ -19,6 +19,7 @@ from torch import Tensor
 from turnout.ops import tma
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
 from turnout.ops.convolution import tiles
+from turnout.ops.convolution.layout import LAST, dense_strides
 from turnout.ops.convolution.problem import channels_last
 from turnout.ops.convolution.task import Task, Triple
 from turnout.ops.layouts import folded
@@ -26,6 +27,7 @@ from turnout.ops.needs import HALF_AND_SINGLE
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
+ROW_BYTES = 128  # what TMA reads or writes of a pixel at a time, at most
 REGISTERS, FETCHING = {1: 168, 2: 80}, 24  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
 AXES = {
     "depth": (0, 2, 3, 4, 1),
@@ -120,12 +122,12 @@ def _plan(
 ) -> Plan:  # fmt: skip
     axes = AXES[tile.share]
     wide, narrow = (*tiles.split(tile.filters), 0)[:2]
-    by_frame = bool(cache) and tile.share == "height"
-    whole = (1 if by_frame else tile.rows, tile.columns)
+    box = (tile.rows, tile.columns)
     half = (tile.rows // 2, tile.columns) if tile.rows > 1 else (1, tile.columns // 2)
+    part = half if tile.boxes == 1 else box  # what a warpgroup writes at a time
 
     def pixels(held: Memory, block: tuple[int, int], last: int) -> Any:
-        return pattern_along(axes, held, dtype, (1, 1, *block, last)) if last else None
+        return pattern_along(axes, held, dtype, (1, 1, *block, min(last, ROW_BYTES // dtype.itemsize))) if last else None
 
     (filters, channels, *size), taps = weight, prod(weight[2:])
 
@@ -134,23 +136,24 @@ def _plan(
         return tma.pattern((filters, taps, channels), (taps * channels, channels, 1), dtype, block) if count else None
 
     patterns = (
-        pixels(x, whole, tile.channels), pixels(cache, whole, tile.channels), taps_of(wide), taps_of(narrow),
-        pixels(out, half, wide), pixels(out, half, narrow), pixels(residual, half, wide), pixels(residual, half, narrow),
+        pixels(x, box, tile.channels), pixels(cache, box, tile.channels), taps_of(wide), taps_of(narrow),
+        pixels(out, part, wide), pixels(out, part, narrow), pixels(residual, part, wide), pixels(residual, part, narrow),
     )  # fmt: skip
     batch, places, others, width, _ = (out[0][a] for a in axes)
-    ns, nu, nw = ceil_div(places, tile.slots), ceil_div(others, tile.rows), ceil_div(width, tile.columns)
+    ns, nw = ceil_div(places, tile.slots), ceil_div(width, tile.columns)
+    nt = ceil_div(ceil_div(others, tile.rows) * nw, tile.boxes)
     blocks = ceil_div(filters, tile.filters)
     s, u = axes[1] - 2, axes[2] - 2
-    frames, count = cache[0][2] if cache else 0, batch * ns * nu * nw * blocks
+    frames, count = cache[0][2] if cache else 0, batch * ns * nt * blocks
     deep = ceil_div(channels, tile.channels)
-    numbers = (count, nw, nu, ns, deep, frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters)
+    numbers = (count, nw, nt, ns, deep, frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters)
     apart, shared = (size[1] * size[2], size[2]), tile.slots > 1
     constants = {
         "BLOCKS": blocks, "KO": 1 if shared else size[s], "KS": size[s] if shared else 1, "KU": size[u], "KW": size[2],
         "TAP_S": apart[s], "TAP_U": apart[u], "DS": dilation[s], "DU": dilation[u], "DW": dilation[2],
         "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames,
-        "SLOTS": tile.slots, "STAGES": tile.stages, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
-        "BN1": wide, "BN2": narrow, "RS": tile.from_registers, "BY_FRAME": by_frame,
+        "SLOTS": tile.slots, "STAGES": tile.stages, "BOXES": tile.boxes, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
+        "BN1": wide, "BN2": narrow, "RS": tile.from_registers, "BY_FRAME": bool(cache) and tile.share == "height",
     }  # fmt: skip
     return Plan(patterns, min(count, device.units), numbers, constants)
 
@@ -261,7 +264,7 @@ def _narrow_plan(
         tma.pattern(shape, steps, dtype, (wide, deep, 1, tile.channels)),
     )  # fmt: skip
     batch, places, others, width, _ = (out[0][a] for a in axes)
-    nw, frames, blocks = ceil_div(width, 2 * window), cache[0][2] if cache else 0, ceil_div(channels, tile.channels)
+    frames, blocks = cache[0][2] if cache else 0, ceil_div(channels, tile.channels)
     resident = tile.resident(weight, dtype.itemsize, device.shared)
     registers = REGISTERS[resident]
     before, strides = (padding[s], padding[u], padding[2]), [held[1][a] if held else 0 for held in (out, residual) for a in axes]
@@ -271,14 +274,15 @@ def _narrow_plan(
         "REGISTERS": (3 * registers - FETCHING) // 16 * 8,
     }  # fmt: skip
     if tile.share == "rolled":
-        strips = ceil_div(others, tile.slots)
+        nw, strips = ceil_div(width, 2 * window), ceil_div(others, tile.slots)
         count = batch * places * strips * nw
         numbers = (count, nw, strips, places, frames, *before, filters, others, width, *strides)
         constants = {"KS": size[0], "KU": size[1], "BLOCKS": blocks, "REPLICATE": replicate, "ROWS": tile.slots, **constants}
     else:
-        ns = ceil_div(places, tile.slots)
-        count = batch * ns * others * nw
-        numbers = (count, nw, others, ns, blocks, frames, x[0][axes[1]], *before, filters, places, width, *strides)
+        ns, nw = ceil_div(places, tile.slots), ceil_div(width, window)
+        nt = ceil_div(others * nw, 2)
+        count = batch * ns * nt
+        numbers = (count, nw, nt, ns, blocks, frames, x[0][axes[1]], *before, filters, places, others, width, *strides)
         apart = {"TAP_S": (size[1], 1)[s], "TAP_U": (size[1], 1)[u]}
         constants = {"KS": size[s], "KU": size[u], **apart, "REPLICATE": replicate, "SLOTS": tile.slots, **constants}
     return Plan(patterns, min(count, resident * device.units), numbers, constants, registers)
@@ -306,7 +310,7 @@ def straight(
     launch: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
     dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
 ) -> bool:  # fmt: skip
-    """Run a Hopper kernel on tensors as they are, 2-D or 3-D, at a third of the host time. False, and nothing done, where one of them has
+    """Run a Hopper kernel on tensors as they are, 2-D or 3-D, at half of the host time. False, and nothing done, where one of them has
     to be moved or rounded first, and for other kernels."""
     if launch not in STRAIGHT or x.dtype is torch.float32 or not tma.aligned(x, weight, out, residual, cache):
         return False
@@ -317,6 +321,30 @@ def straight(
     if plan is not None:
         STRAIGHT[launch].launch(plan, x, weight, bias, out, residual, cache)
     return plan is not None
+
+
+def bound(
+    launch: Callable[..., None], shape: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int],
+    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
+) -> Callable[..., Tensor | None] | None:  # fmt: skip
+    """What makes an output of this shape, channels last, from tensors in the memory of these and runs a Hopper kernel on them as they are.
+    It gives None where one begins at an address TMA cannot take. None, where they have to be moved or rounded first."""
+    if launch not in STRAIGHT or x.dtype is torch.float32:
+        return None
+    dtype, device, format = x.dtype, x.device, LAST[x.dim()]
+    out, biases = (shape, dense_strides(shape, format)), None if bias is None else bias.stride()
+    held = (memory(x), out, memory(cache), memory(residual), *memory(weight), biases)
+    plan = _straight_plan(launch, held, dtype, tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), device)
+    run = STRAIGHT[launch].launch
+
+    def straightened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor | None) -> Tensor | None:
+        if not tma.aligned(x, weight, residual, cache):
+            return None
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=format)
+        run(plan, x, weight, bias, out, residual, cache)
+        return out
+
+    return None if plan is None else straightened
 
 
 @functools.lru_cache(4096)

@@ -22,6 +22,11 @@ def float32_settings() -> tuple[str, str, str]:
     return _precision("cuda", "conv"), _precision("mkldnn", "conv"), _precision("cuda", "matmul")
 
 
+def torch_settings() -> tuple:
+    """All settings of torch that change how a convolution is computed, or the layout of what comes out."""
+    return (*float32_settings(), torch._C._get_cudnn_enabled())
+
+
 class Float32(NamedTuple):
     """How float32 is multiplied: "ieee", "tf32" or "bf16". Empty for other dtypes, which no flag changes."""
 

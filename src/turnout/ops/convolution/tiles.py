@@ -15,11 +15,13 @@ REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be mu
 BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
+SMALL = (4, 8)  # rows and columns of a box that covers most images without sticking out much
 
 
 class Tile(NamedTuple):
-    """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each `rows` x `columns` pixels and `filters`;
-    `channels` and `stages` of what is fetched at a time; pixels reach the tensor cores from registers, or from shared memory."""
+    """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each of 128 pixels, in boxes of `rows` x `columns`,
+    and `filters`; `channels` and `stages` of what is fetched at a time; pixels reach the tensor cores from registers, or from shared
+    memory."""
 
     share: str
     slots: int
@@ -29,6 +31,10 @@ class Tile(NamedTuple):
     filters: int
     stages: int
     from_registers: bool
+
+    @property
+    def boxes(self) -> int:
+        return PIXELS // (self.rows * self.columns)
 
     def cycles(self, task: Task, units: int) -> float:
         """Of one multiprocessor, at about 1.6 GHz on an H200. Its tensor cores take half a cycle for a filter, 64 pixels and 32 bytes of
@@ -51,15 +57,15 @@ class Tile(NamedTuple):
         group *= (1.17 if self.stages == 1 else 1.0) * (1.03 if self.share == "height" else 1.0)
         groups = prod(kernel) // taps * ceil_div(channels, self.channels) * (1.0 if self.slots > 1 else task.seen)
         ending = 500 + 2 * self.slots * PIXELS * self.filters * task.dtype.itemsize / 128
-        tiles = ceil_div(sizes[s], self.slots) * ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns)
+        tiles = ceil_div(sizes[s], self.slots) * ceil_div(ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns), self.boxes)
         rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
         return rounds * (groups * group + ending)
 
 
 @functools.lru_cache(4096)
 def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Tile, ...]:
-    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and those with other slots that
-    are nearly as fast: the bound is off by a tenth here and there."""
+    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and those with other slots, or in
+    one piece, that are nearly as fast: the bound is off by a tenth here and there."""
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
     shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.replicates else 2] if 1 < taps <= 3 and dilation == 1]
     wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]  # narrower tiles fetch pixels more often than they have to
@@ -67,7 +73,10 @@ def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Til
     for slots in (1, 2, 4):
         ways = [("depth", 1)] if slots == 1 else shared_axes
         fitting = [t for s, k in ways for n in wide for c in (16, 32, 64) for t in shaped(task, s, slots, k, c, n, shared)]
-        found += sorted(fitting, key=lambda tile: tile.cycles(task, units))[:1]
+        ranked = sorted(fitting, key=lambda tile: tile.cycles(task, units))
+        found += ranked[:1]
+        if found and found[-1].boxes > 1:
+            found += [tile for tile in ranked if tile.boxes == 1][:1]
     first, *others = sorted(found, key=lambda tile: tile.cycles(task, units))
     return (first, *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)))
 
@@ -83,8 +92,10 @@ def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters
         return []
     ways = [True] if size == 4 else [False] if slots == 1 else [True, False]  # TF32 is rounded in registers; one product needs none
     sources = [held for held in ways if slots * filters // 2 + held * row // 4 <= REGISTERS]
-    columns = (PIXELS // 2,) if share == "height" and task.cache else COLUMNS  # two frames, which may come from two tensors
-    return [Tile(share, slots, PIXELS // w, w, channels, filters, stages, held) for w in columns for held in sources]
+    boxes = [(PIXELS // w, w) for w in COLUMNS] + [SMALL]
+    if share == "height" and task.cache:  # frames may come from two tensors
+        boxes = [(1, PIXELS // 2)]
+    return [Tile(share, slots, *box, channels, filters, stages, held) for box in boxes for held in sources]
 
 
 def split(filters: int) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from turnout.ops.convolution import costs
 from turnout.ops.convolution.gradients import convolution_backward
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format
-from turnout.ops.convolution.problem import Conv2d, float32_settings, spread
+from turnout.ops.convolution.problem import Conv2d, spread, torch_settings
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -101,7 +101,7 @@ def arguments(
 
 UPSAMPLE_CONV2D = Op(
     "upsample_conv2d", reference, problem_type=UpsampleConv2d, cost=reference_cost, work=work, cases="turnout.ops.upsample_conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=float32_settings,
+    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
 )  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""Calls bound to what follows from their shapes launch exactly what the routes themselves launch."""
+
+import pytest
+import torch
+
+from turnout.ops import launching
+from turnout.routing.device import Device
+from turnout.routing.op import OPS
+
+pytest.importorskip("triton")
+H200 = Device.named("h200")
+
+
+def clip(*shape, dtype=torch.bfloat16, spare=0):
+    held = torch.zeros(torch.Size(shape).numel() + spare, dtype=dtype)[spare:]
+    return held.view(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What would be launched on an H200."""
+    found = []
+
+    def launch(kernel, programs, tensors, *rest, **options):
+        kinds = [x.dtype if isinstance(x, torch.Tensor) else x and (x.shape, x.strides, x.block_shape) for x in tensors]
+        found.append((kernel.fn.__name__, programs, kinds, *rest, options))
+
+    monkeypatch.setattr(Device, "of", lambda where: H200)
+    monkeypatch.setattr(launching, "launch", launch)
+    return found
+
+
+IMAGE, BIAS = clip(1, 64, 20, 30), torch.zeros(96, dtype=torch.bfloat16)
+FILM, TAPS, CACHE, RESIDUAL = clip(1, 64, 3, 20, 30), clip(96, 64, 3, 3, 3), clip(1, 64, 2, 20, 30), clip(1, 96, 3, 20, 30)
+CALLS = {
+    "conv2d": ("conv2d", "implicit-gemm-hopper", (IMAGE, clip(96, 64, 3, 3), BIAS, 1, 1)),
+    "conv2d, few filters": ("conv2d", "narrow-out-hopper", (IMAGE, clip(3, 64, 3, 3), None, 1, 1)),
+    "conv3d, residual": ("conv3d", "implicit-gemm-hopper", (FILM, TAPS, None, 1, 1, 1, 1, RESIDUAL)),
+    "causal": ("causal_conv3d", "implicit-gemm-hopper", (FILM, TAPS, None, None, 1, 1)),
+    "causal, cache": ("causal_conv3d", "implicit-gemm-hopper", (FILM, TAPS, BIAS, CACHE, 1, 1)),
+}
+
+
+def routed(name):
+    op, route, call = CALLS[name]
+    args = OPS[op].arguments(*call)
+    route = OPS[op].routes[route]
+    return route, args, route.configs(OPS[op].problem(*args), H200)[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launches_the_same(name, launches):
+    route, args, config = routed(name)
+    ready = route.ready(args, config)
+    assert ready.__name__ == "convolve"
+    mine, theirs = ready(*args), route.run(*args, **config)
+    assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    assert launches[0] == launches[1]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_address_that_tma_cannot_take(name, launches):
+    route, args, config = routed(name)
+    ready = route.ready(args, config)
+    odd = clip(*args[0].shape, spare=1)
+    assert odd.stride() == args[0].stride()
+    ready(odd, *args[1:])
+    assert [launched[0] for launched in launches] == ["implicit_gemm"]
+    assert launches[0][2][0] is torch.bfloat16  # a tensor for the portable kernel, no descriptor
+
+
+def test_what_has_to_be_moved_is_not_bound(launches):
+    route, (x, *rest), config = routed("conv2d")
+    assert route.ready((x.contiguous(), *rest), config).func is route.run
+    route, (x, weight, bias, _, *rest), config = routed("causal")
+    longer = clip(1, 64, 5, 20, 30)
+    assert route.ready((x, weight, bias, longer, *rest), config).func is route.run
