@@ -69,6 +69,21 @@ def test_an_address_that_tma_cannot_take(name, launches):
     assert launches[0][2][0] is torch.bfloat16  # a tensor for the portable kernel, no descriptor
 
 
+def test_a_route_without_a_configuration(launches):
+    """Pinned where nothing was measured, it has its defaults."""
+    route, args, _ = routed("causal, cache")
+    route.ready(args, {})(*args)
+    route.run(*args)
+    assert launches[0] == launches[1]
+
+
+def test_a_cache_without_frames_is_none(launches):
+    route, (x, weight, bias, cache, *rest), config = routed("causal, cache")
+    for held in (cache[:, :, :0], None):
+        route.ready((x, weight, bias, held, *rest), config)(x, weight, bias, held, *rest)
+    assert launches[0] == launches[1]
+
+
 def test_what_has_to_be_moved_is_not_bound(launches):
     route, (x, *rest), config = routed("conv2d")
     assert route.ready((x.contiguous(), *rest), config).func is route.run

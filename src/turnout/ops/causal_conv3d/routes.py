@@ -148,11 +148,13 @@ def convolved(
     """A causal convolution by one launch."""
     before = (weight.shape[2] - 1) * dilation[0]
     held = 0 if cache is None else min(cache.shape[2], before)
-    if cache is not None and held < cache.shape[2]:
-        cache = cache[:, :, cache.shape[2] - held :] if held else None
+    if cache is not None and held != cache.shape[2]:
+        cache = cache[:, :, cache.shape[2] - held :]
     shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
-    launched(launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache, pad_mode)
+    launched(
+        launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
+    )  # fmt: skip
     return moved(out, known_format(input, weight))
 
 
