@@ -400,6 +400,14 @@ def test_a_half_type_without_instructions_goes_through_float32(monkeypatch):
     assert verdict.microseconds["reference"] > 100 * verdict.microseconds["upcast"] > 100 * verdict.microseconds["winograd"]
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_a_bias_as_large_as_the_sums(monkeypatch, layout):
+    """oneDNN without AVX-512 would begin with it, and lose digits at every step."""
+    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
+    x, weight = torch.randn(1, 8, 3, 6, 7).contiguous(memory_format=layout), torch.randn(5, 8, 3, 3, 3) / 15
+    keeps_promises(CONV3D, x, weight, torch.randn(5), padding=1, least=["one-dnn"])
+
+
 def test_one_dnn_without_avx512(monkeypatch):
     """It adds up channels first in one go there, and is no slower than with channels last."""
     monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
