@@ -1,8 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 import turnout
+from turnout.bench.timer import Timing
 from turnout.ops.dot import DOT
+from turnout.routing import tune
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.table import folder
@@ -34,6 +38,20 @@ def test_a_wrong_route_is_left_out_with_a_warning(monkeypatch):
     with pytest.warns(turnout.TurnoutWarning, match="'cpu-chunks' {} is left out: its error against float64 is"):
         [row] = turnout.tune("dot", *SMALL, budget=1, progress=False)
     assert set(row.us) == {"reference"}
+
+
+def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
+    """Where the host sets how long a call takes, it says nothing of configurations."""
+    route = DOT.routes["cpu-chunks"]
+
+    def run(a, b, *, size=1):
+        return route.run(a, b)
+
+    monkeypatch.setitem(DOT.routes, route.name, replace(route, run=run, configs=lambda problem, device: [{"size": 1}, {"size": 2}]))
+    times = {"{'size': 1}": Timing(20, 0, 9, 20), "{'size': 2}": Timing(21, 0, 8, 21)}
+    monkeypatch.setattr(tune, "time_variants", lambda runs, *_, **__: {name: times.get(name, Timing(30, 0, 10, 30)) for name in runs})
+    row, _ = tune.measure(DOT, SMALL, seconds=0.1)
+    assert row.config == {"cpu-chunks": {"size": 2}}
 
 
 @pytest.mark.parametrize(
