@@ -65,6 +65,16 @@ def test_calls_that_look_alike_at_other_addresses(filters):
             assert torch.equal(turnout.conv2d(x, weight, bias, padding=1), F.conv2d(x, weight, bias, padding=1))
 
 
+def test_upsampled_at_other_addresses():
+    weight, bias = integers(24, 16, 3, 3), integers(24, 1, 1)[:, 0, 0]
+    memory = torch.randint(-1, 2, (2 * 20 * 36 * 16 + 1,), device=GPU).to(torch.bfloat16)
+    with turnout.pin(upsample_conv2d="implicit-gemm-hopper" if Device.of(GPU).capability == (9, 0) else "implicit-gemm"):
+        for held in (memory[:-1], memory[1:]):
+            x = held.view(2, 20, 36, 16).movedim(-1, 1)
+            expected = F.conv2d(F.interpolate(x, scale_factor=2), weight, bias, padding=1)
+            assert torch.equal(turnout.upsample_conv2d(x, weight, bias, padding=1), expected)
+
+
 def test_memory_is_no_more_than_torchs():
     x, weight, bias = integers(1, 96, 4, 240, 416), integers(96, 96, 3, 3, 3), integers(96, 1, 1)[:, 0, 0]
     theirs = peak_mib(lambda: F.conv3d(x, weight, bias, padding=1), ())

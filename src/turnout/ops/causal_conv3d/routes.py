@@ -14,7 +14,7 @@ from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_b
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_strides, known_output, launched, task_of
-from turnout.ops.convolution.launches import bound, implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper
+from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
 from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import finished
@@ -142,7 +142,7 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
 
 
 def convolved(
-    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
+    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
 ) -> Tensor:  # fmt: skip
     """A causal convolution by one launch."""
@@ -158,7 +158,7 @@ def convolved(
     return moved(out, known_format(input, weight))
 
 
-def causal_bound(launch: Callable[..., None], run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
+def causal_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
     """`convolved` for calls like this one, without asking again what follows from shapes. Where all of the cache is read: the rest of a
     longer one would have to be cut off."""
     input, weight, bias, cache, stride, padding, dilation, _, pad_mode, residual = args
@@ -189,7 +189,7 @@ def with_implicit_gemm(
     *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(implicit_gemm, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
+    return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 @CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
@@ -201,7 +201,7 @@ def with_implicit_gemm_hopper(
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(
-        implicit_gemm_hopper, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
+        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
         stages=stages, from_registers=from_registers,
     )  # fmt: skip
 
@@ -212,7 +212,7 @@ def with_narrow_out(
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, *, rows: int = 16, columns: int = 128,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(narrow_out, *call, rows=rows, columns=columns)
+    return convolved(NARROW, *call, rows=rows, columns=columns)
 
 
 @CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
@@ -222,4 +222,4 @@ def with_narrow_out_hopper(
     *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(narrow_out_hopper, *call, share=share, slots=slots, channels=channels, stages=stages)
+    return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

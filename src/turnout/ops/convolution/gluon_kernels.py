@@ -21,13 +21,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
-    "tiles", "nw", "nt", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
+    "tiles", "nw", "nt", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
     "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
 )  # fmt: skip
 
 
 @gluon.jit
-def place(tile, columns, nw, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
+def place(tile, columns, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
     """Column block, batch, first place along S and first box of a tile, of the nt tiles that the boxes of a place make. Blocks of columns
     are neighbours: they read the same pixels."""
     column = tile % columns
@@ -71,7 +71,7 @@ def fetch(
     W_BYTES: gl.constexpr = (BN1 + BN2) * BC * x.dtype.primitive_bitwidth // 8
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        column, n, s, box = place(tile, columns, nw, nt, ns, SLOTS, BOXES)
+        column, n, s, box = place(tile, columns, nt, ns, SLOTS, BOXES)
         u, w = (box // nw) * BU - pu, (box % nw) * BW
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
         for ko in range(first_tap, end_tap):
@@ -287,7 +287,7 @@ def compute(
     group = 0
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        column, n, s, box = place(tile, columns, nw, nt, ns, SLOTS, BOXES)
+        column, n, s, box = place(tile, columns, nt, ns, SLOTS, BOXES)
         f1, f2 = column * (BN1 + BN2), column * (BN1 + BN2) + BN1
         start = begin(bias1, column, BN1, layout1, BIAS)
         accs = (start,)

@@ -61,7 +61,7 @@ def compute_narrow(
     pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        _, n, s, box = place(tile, 1, nw, nt, ns, SLOTS, 2)
+        _, n, s, box = place(tile, 1, nt, ns, SLOTS, 2)
         u, w = (box + HALF) // nw, (box + HALF) % nw * WINDOW
         none = gl.zeros((64, BN), gl.float32, layout)
         accs = (none,)

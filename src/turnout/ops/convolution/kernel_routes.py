@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
-from turnout.ops.convolution.launches import bound, implicit_gemm, implicit_gemm_hopper, narrow_out, narrow_out_hopper, straight
+from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
@@ -34,8 +34,11 @@ class Kernel(NamedTuple):
     refuses: Callable[[Task], Iterator[str]]
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
-    hopper: bool
-    launch: Callable[..., None]
+    launch: Launch
+
+    @property
+    def hopper(self) -> bool:
+        return self.launch.short is not None
 
     def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
         yield from needs.needs_triton(device)
@@ -81,17 +84,11 @@ def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]
 
 IMPLICIT_GEMM = Kernel(
     task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
-    portable_arithmetic, False, implicit_gemm,
+    portable_arithmetic, GEMM,
 )  # fmt: skip
-IMPLICIT_GEMM_HOPPER = Kernel(
-    task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, True, implicit_gemm_hopper
-)
-NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), False, narrow_out
-)
-NARROW_OUT_HOPPER = Kernel(
-    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), True, narrow_out_hopper
-)
+IMPLICIT_GEMM_HOPPER = Kernel(task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, GEMM_HOPPER)
+NARROW_OUT = Kernel(task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), NARROW)
+NARROW_OUT_HOPPER = Kernel(task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), NARROW_HOPPER)
 
 
 # From a problem to a task
@@ -160,7 +157,7 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 
 
 def launched(
-    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
+    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
     pad_mode: str = "zeros",
 ) -> None:  # fmt: skip
@@ -169,7 +166,7 @@ def launched(
         return
     precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
     x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
-    launch(
+    launch.general(
         x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
         dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
     )  # fmt: skip
@@ -187,7 +184,7 @@ def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[in
 
 
 def convolved(
-    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
 ) -> Tensor:  # fmt: skip
     """A 2-D or 3-D convolution by one launch."""
@@ -198,7 +195,7 @@ def convolved(
 
 
 def convolution_bound(
-    launch: Callable[..., None], run: Callable[..., Tensor], args: tuple, config: Config
+    launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     """`convolved` for calls like this one, without asking again what follows from shapes."""
     input, weight, bias, stride, padding, dilation, groups, residual = args
@@ -221,7 +218,7 @@ def with_implicit_gemm(
     residual: Tensor | None, *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
-    return convolved(implicit_gemm, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
+    return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 def with_implicit_gemm_hopper(
@@ -231,7 +228,7 @@ def with_implicit_gemm_hopper(
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(
-        implicit_gemm_hopper, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
+        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
         stages=stages, from_registers=from_registers,
     )  # fmt: skip
 
@@ -240,7 +237,7 @@ def with_narrow_out(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None, *, rows: int = 16, columns: int = 128,
 ) -> Tensor:  # fmt: skip
-    return convolved(narrow_out, input, weight, bias, stride, padding, dilation, groups, residual, rows=rows, columns=columns)
+    return convolved(NARROW, input, weight, bias, stride, padding, dilation, groups, residual, rows=rows, columns=columns)
 
 
 def with_narrow_out_hopper(
@@ -248,4 +245,4 @@ def with_narrow_out_hopper(
     residual: Tensor | None, *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
-    return convolved(narrow_out_hopper, *call, share=share, slots=slots, channels=channels, stages=stages)
+    return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

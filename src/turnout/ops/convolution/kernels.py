@@ -1,4 +1,5 @@
 """Triton kernels of convolutions, for any GPU: implicit GEMM over pixels and taps, and one for few filters that reads the input once."""
+# pyright: basic, reportAssignmentType=false
 # ruff: noqa: RUF005 (Triton compiles no starred expressions)
 
 import triton
@@ -177,3 +178,30 @@ def transpose(
         inside = (c < channels)[:, None] & (p < pixels)[None]
         values = tl.load(x + (n * xn + (c * xc)[:, None] + (p * xp)[None]), mask=inside)
         tl.store(out + (n * on + (p * op)[:, None] + (c * oc)[None]), tl.trans(values), mask=tl.trans(inside))
+
+
+@triton.jit
+def phase_filters(
+    weight, out, count, channels, wf, wc, wh, ww, SCALE: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row u and column v in the window of one phase (a, b) of an upsampled image: the sum of the rows y and columns x of the kernel
+    that fall on it. `count` is filters times channels."""
+    pid = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(count, BLOCK)
+    at = pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    v = pid // blocks % COLUMNS
+    u = pid // (blocks * COLUMNS) % ROWS
+    phase = pid // (blocks * COLUMNS * ROWS)
+    # Counted from a row above the image, so that nothing negative is divided.
+    a, b = phase // SCALE + PH * (SCALE - 1), phase % SCALE + PW * (SCALE - 1)
+    filter, channel = at // channels, at % channels
+    wide: tl.constexpr = tl.float64 if weight.dtype.element_ty == tl.float32 else tl.float32
+    total = tl.zeros((BLOCK,), wide)
+    for y in range(KH):
+        for x in range(KW):
+            falls = ((a + y) // SCALE - a // SCALE == u) & ((b + x) // SCALE - b // SCALE == v)
+            seen = weight + (filter * wf + channel * wc + y * wh + x * ww)
+            total += tl.load(seen, mask=(at < count) & falls, other=0.0).to(wide)
+    place = ((phase * (count // channels) + filter) * ROWS + u) * COLUMNS + v
+    tl.store(out + (place * channels + channel), total.to(out.dtype.element_ty), mask=at < count)

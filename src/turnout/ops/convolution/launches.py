@@ -292,73 +292,97 @@ def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
     return [tile._asdict() for tile in tiles.narrow(task, device.shared, device.units)]
 
 
-class Straight(NamedTuple):
-    """A Hopper kernel without what may have to be done before it."""
+class Launch(NamedTuple):
+    """A way of launching: for any tensors, and for a Hopper kernel also without what may have to be done before it."""
 
-    plan: Callable[..., Plan]
-    tile: Callable[..., tiles.Tile | tiles.NarrowTile]
-    launch: Callable[..., None]
+    general: Callable[..., None]
+    plan: Callable[..., Plan] | None = None
+    tile: Callable[..., tiles.Tile | tiles.NarrowTile] | None = None
+    short: Callable[..., None] | None = None
 
 
-STRAIGHT: dict[Callable[..., None], Straight] = {
-    implicit_gemm_hopper: Straight(_plan, tiles.Tile, _launch_implicit_gemm),
-    narrow_out_hopper: Straight(_narrow_plan, tiles.NarrowTile, _launch_narrow_out),
-}
+# One name for each: a route's fingerprint has the code of its own kernel only.
+GEMM = Launch(implicit_gemm)
+GEMM_HOPPER = Launch(implicit_gemm_hopper, _plan, tiles.Tile, _launch_implicit_gemm)
+NARROW = Launch(narrow_out)
+NARROW_HOPPER = Launch(narrow_out_hopper, _narrow_plan, tiles.NarrowTile, _launch_narrow_out)
+
+
+@functools.lru_cache(4096)
+def planned(
+    launch: Launch, held: tuple[Memory, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, padding: tuple[int, ...],
+    dilation: tuple[int, ...], replicate: bool, config: tuple[tuple[str, Any], ...], device: torch.device,
+) -> Plan | None:  # fmt: skip
+    """The plan of a launch on x, out, cache, residual and weight as they are, 2-D or 3-D. None where one of them has to be moved or rounded
+    first, and for other kernels."""
+    x, out, cache, residual, weight = held
+    if launch.plan is None or launch.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
+        return None
+    if not all(channels_last(*each) for each in (x, cache, residual) if each):
+        return None
+    filters, steps = as_clip(*weight)
+    if not channels_last_steps(filters, steps)[1]:
+        return None
+    three = len(padding) == 3
+    padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
+    clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
+    return launch.plan(*clips, filters, dtype, padding, dilation, replicate, launch.tile(**dict(config)), Device.of(device))
 
 
 def straight(
-    launch: Callable[..., None], x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
-    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
+    launch: Launch, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int], dilation: Sequence[int],
+    residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
 ) -> bool:  # fmt: skip
-    """Run a Hopper kernel on tensors as they are, 2-D or 3-D, at half of the host time. False, and nothing done, where one of them has
-    to be moved or rounded first, and for other kernels."""
-    if launch not in STRAIGHT or x.dtype is torch.float32 or not tma.aligned(x, weight, out, residual, cache):
+    """Launch on tensors as they are, at half of the host time. False, and nothing done, where that cannot be."""
+    if launch.short is None or not tma.aligned(x, weight, out, residual, cache):
         return False
-    held = (*map(memory, (x, out, cache, residual)), *memory(weight), None if bias is None else bias.stride())
-    plan = _straight_plan(
-        launch, held, x.dtype, tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), x.device
+    plan = planned(
+        launch, tuple(map(memory, (x, out, cache, residual, weight))), None if bias is None else bias.stride(), x.dtype, tuple(padding),
+        tuple(dilation), pad_mode == "replicate", tuple(config.items()), x.device,
     )  # fmt: skip
     if plan is not None:
-        STRAIGHT[launch].launch(plan, x, weight, bias, out, residual, cache)
+        launch.short(plan, x, weight, bias, out, residual, cache)
     return plan is not None
 
 
 def bound(
-    launch: Callable[..., None], shape: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int],
+    launch: Launch, shape: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int],
     dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
 ) -> Callable[..., Tensor | None] | None:  # fmt: skip
-    """What makes an output of this shape, channels last, from tensors in the memory of these and runs a Hopper kernel on them as they are.
-    It gives None where one begins at an address TMA cannot take. None, where they have to be moved or rounded first."""
-    if launch not in STRAIGHT or x.dtype is torch.float32:
+    """What makes an output of this shape, channels last, from tensors in the memory of these. It gives None where one begins at an address
+    TMA cannot take. None, where they have to be moved or rounded first."""
+    dtype, device, format, short = x.dtype, x.device, LAST[x.dim()], launch.short
+    held = (memory(x), (shape, dense_strides(shape, format)), memory(cache), memory(residual), memory(weight))
+    plan = planned(
+        launch, held, None if bias is None else bias.stride(), dtype, tuple(padding), tuple(dilation), pad_mode == "replicate",
+        tuple(config.items()), device,
+    )  # fmt: skip
+    if plan is None or short is None:
         return None
-    dtype, device, format = x.dtype, x.device, LAST[x.dim()]
-    out, biases = (shape, dense_strides(shape, format)), None if bias is None else bias.stride()
-    held = (memory(x), out, memory(cache), memory(residual), *memory(weight), biases)
-    plan = _straight_plan(launch, held, dtype, tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), device)
-    run = STRAIGHT[launch].launch
 
     def straightened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor | None) -> Tensor | None:
         if not tma.aligned(x, weight, residual, cache):
             return None
         out = torch.empty(shape, dtype=dtype, device=device, memory_format=format)
-        run(plan, x, weight, bias, out, residual, cache)
+        short(plan, x, weight, bias, out, residual, cache)
         return out
 
-    return None if plan is None else straightened
+    return straightened
 
 
-@functools.lru_cache(4096)
-def _straight_plan(launch, held, dtype, padding, dilation, replicate, config, device) -> Plan | None:
-    x, out, cache, residual, shape, strides, bias = held
-    if not all(channels_last(*each) for each in (x, cache, residual) if each) or bias not in (None, (1,)):
-        return None
-    filters, steps = as_clip(shape, strides)
-    if not channels_last_steps(filters, steps)[1]:
-        return None
-    kernel, three = STRAIGHT[launch], len(padding) == 3
-    padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
-    clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
-    return kernel.plan(*clips, filters, dtype, padding, dilation, replicate, kernel.tile(**dict(config)), Device.of(device))
+def phase_filters(weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int) -> Tensor:
+    """What `phases.phase_weights` gives, by one launch, as it lies in memory: `[scale * scale, Cout, rows, columns, Cin]`."""
+    from turnout.ops.convolution.kernels import phase_filters as kernel
+    from turnout.ops.launching import launch
+
+    filters, channels, high, wide = weight.shape
+    out = torch.empty((scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device)
+    constants = {
+        "SCALE": scale, "PH": padding[0], "PW": padding[1], "KH": high, "KW": wide, "ROWS": rows, "COLUMNS": columns, "BLOCK": 512,
+    }  # fmt: skip
+    count = filters * channels
+    launch(kernel, len(out) * rows * columns * ceil_div(count, 512), (weight, out), (count, channels, *weight.stride()), constants, warps=4)
+    return out
 
 
 def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:

@@ -147,7 +147,8 @@ def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
 
 
 def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
-    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all of the weight at hand."""
+    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all of the weight at hand. 48 KiB
+    asked for in advance, or all that fits: more do not come sooner, and stand further apart in memory."""
     columns, size, (_, channels, depth, taps, _) = narrow_columns(task.weight), task.dtype.itemsize, task.weight
     if size != 2 or not 1 < taps <= 3 or taps * columns > 96:
         return []
@@ -161,9 +162,9 @@ def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
     found = []
     for row in (128, 64):
         weight = depth * taps * ceil_div(channels * size, row) * columns * row
-        stages = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
-        if stages >= 3 and (row == 128 or channels * size % 128):
-            found.append(NarrowTile("rolled", best, row // size, stages))
+        most = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
+        if most >= 3 and (row == 128 or channels * size % 128):
+            found += [NarrowTile("rolled", best, row // size, stages) for stages in sorted({min(384 // row, most), most})]
     return found
 
 

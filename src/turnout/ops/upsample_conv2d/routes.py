@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from turnout.ops import tma
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
-from turnout.ops.convolution.launches import implicit_gemm, implicit_gemm_hopper
+from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, Launch, memory, phase_filters, planned
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, moved, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
-from turnout.ops.convolution.phases import Axis, by_phases, phase_weights
+from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import finished
 from turnout.ops.convolution.task import Task
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
@@ -75,9 +77,8 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 
 @UPSAMPLE_CONV2D.route("phases", refuses=refuses_vendor_phases, cost=phases_cost, numerics="close", version=1)
 def phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
-    size = [scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)]
     format = plain_format(input, weight)
-    out = torch.empty((len(input), len(weight), *size), dtype=input.dtype, device=input.device, memory_format=format)
+    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=format)
     return by_phases(input, weight, bias, scale, padding, out)
 
 
@@ -147,22 +148,57 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
     def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
-    return {"refuses": refuses, "cost": cost, "configs": configs, "numerics": "close", "version": 1}
+    bind = functools.partial(phases_bound, kernel.launch) if kernel.hopper else None
+    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
+
+
+def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[int, ...]:
+    sizes = (scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True))
+    return (len(input), len(weight), *sizes)
 
 
 def phase_by_phase(
-    launch: Callable[..., None], input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
+    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
 ) -> Tensor:
     """Each phase by a launch of its own, straight into its pixels."""
     high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    size = [scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)]
-    out = torch.empty((len(input), len(weight), *size), dtype=input.dtype, device=input.device, memory_format=LAST[4])
-    filters, pixels = phase_weights(weight, (high, wide)), kernels.with_channels_last(input)
+    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=LAST[4])
+    pixels = kernels.with_channels_last(input)
+    filters = phase_filters(weight, scale, padding, high.length, wide.length).unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
     for a, top in enumerate(high.starts):
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
             launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
     return moved(out, known_format(input, weight))
+
+
+def phases_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
+    """`phase_by_phase` for calls like this one, without asking again what follows from shapes."""
+    input, weight, bias, scale, padding = args
+    high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
+    shape, short = output_size(input, weight, scale, padding), launch.short
+    dtype, device, (n, c, y, x) = input.dtype, input.device, dense_strides(shape, LAST[4])
+    place = ((*shape[:2], shape[2] // scale, shape[3] // scale), (n, c, scale * y, scale * x))
+    taps = (*weight.shape[:2], high.length, wide.length)
+    held = (memory(input), place, (), (), (taps, dense_strides(taps, LAST[4])))
+    biases, settings = None if bias is None else bias.stride(), tuple(config.items())
+    plans = [
+        (planned(launch, held, biases, dtype, (-top, -left), (1, 1), False, settings, device), a * y + b * x)
+        for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
+    ]  # fmt: skip
+    if short is None or known_format(input, weight) != LAST[4] or any(plan is None for plan, _ in plans):
+        return None
+
+    def convolve(input, weight, bias, scale, padding):
+        if not tma.aligned(input):
+            return run(input, weight, bias, scale, padding)
+        out = torch.empty(shape, dtype=dtype, device=device, memory_format=LAST[4])
+        filters = phase_filters(weight, scale, padding, high.length, wide.length)
+        for (plan, first), each in zip(plans, filters.unbind(), strict=True):
+            short(plan, input, each, bias, out.as_strided(*place, first), None, None)  # a plan knows the shapes, only addresses count
+        return out
+
+    return convolve
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
@@ -171,7 +207,7 @@ def with_implicit_gemm(
     *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     config = {"pixels": pixels, "filters": filters, "channels": channels, "warps": warps}
-    return phase_by_phase(implicit_gemm, input, weight, bias, scale, padding, **config)
+    return phase_by_phase(GEMM, input, weight, bias, scale, padding, **config)
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
@@ -181,4 +217,4 @@ def with_implicit_gemm_hopper(
     stages: int = 3, from_registers: bool = False,
 ) -> Tensor:  # fmt: skip
     config = {"share": share, "slots": slots, "rows": rows, "columns": columns, "channels": channels, "filters": filters, "stages": stages}
-    return phase_by_phase(implicit_gemm_hopper, input, weight, bias, scale, padding, **config, from_registers=from_registers)
+    return phase_by_phase(GEMM_HOPPER, input, weight, bias, scale, padding, **config, from_registers=from_registers)
