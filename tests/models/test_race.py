@@ -48,6 +48,7 @@ def test_figures(found):
     assert row["speedup"] == pytest.approx(found.lanes[STOCK].ms / found.lanes[ACCELERATED].ms, rel=1e-3)
     assert {"stock", "accelerated"} == set(row["lanes"])
     assert row["lanes"]["stock"]["peak_mib"] is None
+    assert row["lanes"]["stock"]["host_ms"] is None  # a CPU is its own host
     assert row["lanes"]["accelerated"]["psnr"] > row["lanes"]["stock"]["psnr"] - 1
     assert {"causal_conv3d", "rms_norm_silu"} <= {share["op"] for share in row["routes"]}
     assert all(share["why"] and share["calls"] > 0 for share in row["routes"])
@@ -77,9 +78,9 @@ def gpu_race(latents=21):
 
     frames = torch.linspace(-1, 1, 320).expand(1, 3, 1, 180, 320).clone()
     lanes = {
-        STOCK: Lane(1836.2, 3.1, 4486.0, 47.7, trace(layer, 0.004), frames),
-        ACCELERATED: Lane(582.4, 0.9, 2532.0, 51.2, trace(fused, 0.03), frames + 0.01),
-        COMPILED: Lane(1102.7, 2.2, 3920.0, 47.9, trace(layer[1:3], 0.002)),
+        STOCK: Lane(1836.2, 3.1, 1610.0, 4486.0, 47.7, trace(layer, 0.004), frames),
+        ACCELERATED: Lane(582.4, 0.9, 391.0, 2532.0, 51.2, trace(fused, 0.03), frames + 0.01),
+        COMPILED: Lane(1102.7, 2.2, 60.5, 3920.0, 47.9, trace(layer[1:3], 0.002)),
     }
     lanes[ACCELERATED].trace.routes = [
         Share("causal_conv3d", "implicit-gemm-hopper", 1323, 441.5, 0.772, "measured and shipped: 2.86x the reference"),

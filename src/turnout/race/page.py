@@ -51,9 +51,9 @@ def write(race: Race, path: Path) -> None:
 
 def show(race: Race, console: Console) -> None:
     """The figures and the routes, for a terminal."""
-    table = report.table("", "ms", "iqr", "extra MiB", "dB against float32", title=f"{race.what}, {race.dtype}, {race.device}")
+    table = report.table("", "ms", "iqr", "host ms", "extra MiB", "dB against float32", title=f"{race.what}, {race.dtype}, {race.device}")
     for name, lane in race.lanes.items():
-        table.add_row(name, f"{lane.ms:.2f}", f"{lane.iqr:.2f}", _mib(lane), _decibels(lane))
+        table.add_row(name, f"{lane.ms:.2f}", f"{lane.iqr:.2f}", _host(lane), _mib(lane), _decibels(lane))
     console.print(table)
     routes = report.table("op", "route", "calls", "ms", "share", "why", title="routes of the accelerated model")
     trace = race.lanes[ACCELERATED].trace
@@ -61,6 +61,10 @@ def show(race: Race, console: Console) -> None:
         routes.add_row(s.op, s.route, str(s.calls), f"{s.ms:.1f}", f"{100 * s.share:.0f} %", s.why)
     console.print(routes)
     console.print(f"[bold]{race.speedup:.2f}x[/bold] stock, {len(race.report.patched)} instances patched", highlight=False)
+
+
+def _host(lane: Lane) -> str:
+    return "" if lane.host_ms is None else f"{lane.host_ms:,.2f}"
 
 
 def _mib(lane: Lane) -> str:
@@ -220,6 +224,7 @@ def _figures(race: Race, unit: str) -> str:
     rows = [
         ["time, ms", "median of calls that took turns", *(f"{lane.ms:,.2f}" for lane in lanes)],
         ["spread, ms", "interquartile range of the calls", *(f"{lane.iqr:,.2f}" for lane in lanes)],
+        ["host, ms", "until all was asked for; as long as the time itself where the card waits for its host", *map(_host, lanes)],
         ["memory, MiB", "beside the weights, at the peak", *map(_mib, lanes)],
         ["PSNR, dB", "against the stock model in float32", *map(_decibels, lanes)],
         [f"{unit}s", "in one run", *("" if lane.trace is None else f"{len(lane.trace.kernels):,}" for lane in lanes)],

@@ -23,18 +23,21 @@ STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
 
 @dataclass
 class Lane:
-    """One contestant: milliseconds (median and interquartile range), extra memory in MiB at the peak, decibels against float32."""
+    """One contestant: milliseconds (median and interquartile range), of which the host took so many to ask for everything (a card that has
+    nothing left to do when the last is asked for waits for its host), extra memory in MiB at the peak, decibels against float32."""
 
     ms: float = math.nan
     iqr: float = math.nan
+    host_ms: float | None = None
     peak_mib: float | None = None
     psnr: float = math.nan
     trace: Trace | None = None
     output: Tensor | None = None
     samples: list[float] = field(default_factory=list)
+    host_samples: list[float] = field(default_factory=list)
 
     def figures(self) -> dict[str, float | None]:
-        numbers = {"ms": self.ms, "iqr": self.iqr, "peak_mib": self.peak_mib, "psnr": self.psnr}
+        numbers = {"ms": self.ms, "iqr": self.iqr, "host_ms": self.host_ms, "peak_mib": self.peak_mib, "psnr": self.psnr}
         return {name: None if value is None or not math.isfinite(value) else round(value, 3) for name, value in numbers.items()}
 
 
@@ -89,8 +92,7 @@ def race(
             say(f"first {lane}")
             run()
             before = _reset_peak(device)
-            ms, output = _milliseconds(run, device)
-            lanes[lane].samples.append(ms)
+            output = _timed(run, lanes[lane], device)
             lanes[lane].peak_mib = None if before is None else (torch.cuda.max_memory_allocated(device) - before) / 2**20
             if truth is not None:
                 lanes[lane].psnr = psnr(output, truth, 2.0 if racer.pictures else None)
@@ -102,7 +104,7 @@ def race(
                 say(f"round {i + 1}, {lane}")
                 if lanes[lane].samples[0] < BRIEF:
                     run()
-                lanes[lane].samples.append(_milliseconds(run, device)[0])
+                _timed(run, lanes[lane], device)
             if time.perf_counter() > end:
                 break
         for lane, run in _turns(lanes, runs, model, numerics):
@@ -113,6 +115,7 @@ def race(
         lane.ms = statistics.median(lane.samples)
         quarters = statistics.quantiles(lane.samples, n=4)
         lane.iqr = quarters[2] - quarters[0]
+        lane.host_ms = statistics.median(lane.host_samples) if device.type == "cuda" else None
     return Race(name, racer.describe(size), str(dtype).removeprefix("torch."), _device_name(device), lanes, report, _versions())
 
 
@@ -145,14 +148,17 @@ def _reset_peak(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def _milliseconds(run: Callable[[], Tensor], device: torch.device) -> tuple[float, Tensor]:
+def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tensor:
+    """One more sample of a lane."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     before = time.perf_counter()
     output = run()
+    lane.host_samples.append(1e3 * (time.perf_counter() - before))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return 1e3 * (time.perf_counter() - before), output
+    lane.samples.append(1e3 * (time.perf_counter() - before))
+    return output
 
 
 def _device_name(device: torch.device) -> str:
