@@ -329,7 +329,8 @@ class Autoencoder(Adapter):
 
 
 class DecodeStream:
-    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip.
+    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for bit from the decoder on (the
+    convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
 
     vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
     the model, so one model serves several streams. After `accelerate` or `restore`, begin another stream.

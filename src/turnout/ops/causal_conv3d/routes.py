@@ -37,6 +37,16 @@ def of_padded(guard: Guard) -> Guard:
     return refuses
 
 
+def refuses_depth_taps(problem: CausalConv3d, device: Device) -> Iterator[str]:
+    why = problem.invalid()
+    if why is not None:
+        yield why
+        return
+    of_cache = 0 if problem.cache is None else problem.cache.shape[2]
+    frames = problem.convolution.input[2] + of_cache if problem.pad_mode == "zeros" else None
+    yield from guards.refuses_depth_taps(problem.padded, device, frames)
+
+
 def joined(cost: Cost) -> Cost:
     """A cost of conv3d, and the copy that puts all frames into one tensor."""
 
@@ -86,7 +96,7 @@ def with_winograd(
     return joined_then(by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
 
 
-@CAUSAL_CONV3D.route("depth-taps", refuses=of_padded(guards.refuses_depth_taps), cost=depth_taps_cost, numerics="close", version=1)
+@CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, numerics="close", version=1)
 def depth_taps(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,

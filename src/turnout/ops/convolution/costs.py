@@ -135,8 +135,10 @@ def cpu_reference(problem: Convolution, device: Device) -> float:
 
 
 def cpu_first_factor(problem: Convolution) -> float:
-    """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly, and not at all with AVX2."""
-    return 1.5 if min(problem.input[1], problem.weight[0]) <= 96 and one_dnn_has_avx512() else 1.0
+    """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly, and not at all with AVX2 or for
+    half types that have instructions."""
+    slower = one_dnn_has_avx512() and half_factor(problem.dtype) >= 1.0
+    return 1.5 if slower and min(problem.input[1], problem.weight[0]) <= 96 else 1.0
 
 
 # torch as called, and the methods

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from math import prod
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from turnout.ops.convolution.problem import Convolution
+from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP, Convolution
 from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
 
 HALVES = (torch.float16, torch.bfloat16)
+_TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)
 LONGEST_SUM = 288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
+SHORT_SUM = 128  # up to here as exact as anything torch does
+LONGEST_OF_PIXELS = 144  # for kernels of one pixel in height and width: 1.6 times the error at 192 products, 1.8 times at 240
 
 
 @functools.cache
@@ -46,12 +50,34 @@ def on_torchs_own_loop(problem: Convolution) -> bool:
     if problem.dtype is not torch.float32:
         return not one_dnn_takes(problem.dtype)
     large_kernel = all(k > 3 for k in problem.weight[-2:])
-    return problem.groups == 1 and problem.input[0] == 1 and not large_kernel and prod(problem.input[:4]) <= 20480
+    return problem.groups == 1 and problem.input[0] == 1 and not large_kernel and prod(problem.input[:4]) <= ON_TORCHS_OWN_LOOP
 
 
-def needs_sums_as_exact(problem: Convolution, device: Device, length: int, longest: int = LONGEST_SUM) -> Iterator[str]:
+@functools.cache
+def loop_adds_carefully() -> bool:
+    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried once on a small call. MKL adds
+    up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there) than on an Intel."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        x, weight = (torch.sin(torch.arange(prod(s), dtype=torch.float64, device="cpu").square()).view(s) for s in _TRIED)
+        true = torch.conv3d(x, weight)
+        call = (x.float(), weight.float(), None)
+        of_loop = torch.ops.aten.slow_conv3d(call[0], call[1], _TRIED[1][2:])
+        of_one_dnn = torch.ops.aten.mkldnn_convolution(*call, [0] * 3, [1] * 3, [1] * 3, 1)
+        return float((of_one_dnn - true).norm()) > 1.35 * float((of_loop - true).norm())
+
+
+def needs_sums_as_careful(problem: Convolution, at_once: int, longest: int) -> Iterator[str]:
+    """For `at_once` products that are added up in one go, where torch would take its loop."""
+    if problem.dtype is torch.float32 and at_once > longest and on_torchs_own_loop(problem) and loop_adds_carefully():
+        yield f"{at_once} products added up in one go where torch adds more carefully on this CPU, this route needs at most {longest}"
+
+
+def needs_sums_as_exact(problem: Convolution, device: Device, length: int, longest: int | None = None) -> Iterator[str]:
     """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch takes elsewhere."""
     same = problem.output_channels_last and not on_torchs_own_loop(problem)
+    longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
     if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
         yield f"sums of {length} products where torch adds more carefully, this route needs at most {longest}"
 
@@ -70,11 +96,14 @@ def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]
     yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
     yield from needs_one_dnn(problem, device)
     yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+    if device.type == "cpu":
+        yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)
     if problem.channels_last and problem.weight_channels_last and not (device.type == "cpu" and on_torchs_own_loop(problem)):
         yield "input and weight are channels last already, this route needs one that is not"
 
 
 def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
+    taps = prod(problem.weight[2:])
     yield from refuses_anywhere(problem, torch.float32)
     yield from needs_one_dnn(problem, device)
     if device.type != "cpu":
@@ -83,6 +112,12 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
         yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
     elif not one_dnn_has_avx512():  # without it, channels first are added up in one go too
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+        yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)
+    elif taps == 1:
+        yield from needs_sums_as_careful(problem, problem.weight[1], 16)
+    else:
+        # With 192 channels and more the loop's sums are long as well: 1.2 to 1.4 times its error then, with fewer up to 1.9 times.
+        yield from needs_sums_as_careful(problem, min(problem.weight[1], 16) * taps, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
 
 
 def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
@@ -94,14 +129,22 @@ def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"{problem.groups} groups of one pixel, whose strides follow no rule, this route needs more pixels or 1 group"
 
 
-def refuses_depth_taps(problem: Convolution, device: Device) -> Iterator[str]:
-    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are not `close`."""
+def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None = None) -> Iterator[str]:
+    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are not `close`. `frames` are
+    those that are not padding: where some depths see nothing else, torch's sums are as much shorter."""
     yield from refuses_anywhere(problem, torch.float32)
     yield from needs_one_dnn(problem, device)
     if problem.spatial == 3 and problem.weight[2] < 2:
         yield f"kernel depth {problem.weight[2]}, this route needs at least 2"
+    if device.type != "cpu" or problem.invalid() is not None:
+        return
+    pixels = prod(problem.weight[-2:])
     if problem.groups > 1:  # whose channels are not added up in parts
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+    elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
+        yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM)
+    else:
+        yield from needs_sums_as_careful(problem, problem.weight[1] * pixels, LONGEST_SUM)
 
 
 def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
@@ -121,7 +164,7 @@ def refuses_pointwise(problem: Convolution, device: Device) -> Iterator[str]:
     if problem.groups != 1:
         yield f"{problem.groups} groups, this route needs 1"
     yield from needs_matmul_as_exact(problem)
-    yield from needs_sums_as_exact(problem, device, problem.weight[1], 256)
+    yield from needs_sums_as_exact(problem, device, problem.weight[1])
 
 
 def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:

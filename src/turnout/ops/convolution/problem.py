@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+ON_TORCHS_OWN_LOOP = 20480  # N * C * D * H of a single float32 image up to which torch keeps it from oneDNN
 _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -20,9 +20,11 @@ from torch import Tensor
 from turnout.ops.causal_conv1d.launches import ceil_div
 from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
 from turnout.ops.convolution.methods import in_float32, output_frames
+from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP
 from turnout.ops.layouts import flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
+OF_SMALL = 24  # the same for calls that torch keeps for its own loop, which loses fewer on some CPUs; up to a twentieth slower
 MOST_BYTES = 12 * 2**20  # of a thread's transformed tiles
 MOST_FILTERS = 16 * 2**20  # bytes of transformed filters; more are done one part after the other
 MOST_FRAMES = 8  # that come out of a block
@@ -77,19 +79,21 @@ def by_winograd(
 ) -> Tensor:
     """A convolution, 2-D or 3-D, with a kernel of 3 x 3 in height and width, stride 1, spatial dilation 1 and one group."""
     format = torch_format(input, weight, bias, stride, padding, dilation, groups)
+    at_once = OF_SMALL if len(input) == 1 and prod(input.shape[:4]) <= ON_TORCHS_OWN_LOOP else AT_ONCE
     if input.dim() == 4:
-        y = of_finite(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format)
+        y = of_finite(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format, at_once)
         y = None if y is None else y.squeeze(2)
     else:
-        y = of_finite(input, weight, bias, padding, dilation, format)
+        y = of_finite(input, weight, bias, padding, dilation, format, at_once)
     if y is None and input.dtype is torch.float32:
         return torch.convolution(input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
     return in_float32(input, weight, bias, stride, padding, dilation, groups) if y is None else y
 
 
 def of_finite(
-    input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int], format: torch.memory_format
-) -> Tensor | None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int], format: torch.memory_format,
+    channels_at_once: int,
+) -> Tensor | None:  # fmt: skip
     """Clips, channels first or last as the format says. None if a number that comes out is not finite."""
     import numpy as np
 
@@ -124,7 +128,7 @@ def of_finite(
         in_shares(transform, parts) if parts * depth > FEW_PARTS else transform(0, parts)
         plan = kernels.Plan(
             channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
-            block.chunk, block.tall, block.wide, min(block.share, count), ceil_div(channels, AT_ONCE),
+            block.chunk, block.tall, block.wide, min(block.share, count), ceil_div(channels, channels_at_once),
         )  # fmt: skip
         cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
         blocks = clips * prod(ceil_div(n, size) for n, size in cuts)
