@@ -1,60 +1,125 @@
 """Fingerprints follow what a timing depends on, and nothing else."""
 
 import importlib.util
-import inspect
-from pathlib import Path
 
+import pytest
+
+from turnout.ops.attention import ATTENTION
+from turnout.ops.conv2d import CONV2D
+from turnout.ops.conv3d import CONV3D
 from turnout.ops.dot import DOT
 from turnout.ops.matmul import MATMUL
 from turnout.routing import source
 
 TEXT = '''
+from typing import NamedTuple
+
+from turnout.ops.convolution import kernel_routes as others
 from turnout.ops.dot.contraction import CPU_DTYPES
+from turnout.routing.op import Op
 
-SIZE = 4
+SIZE: int = 4
 UNUSED = 1
+OP = Op(SIZE, UNUSED) if False else None
 
 
-def helper(x):
+class Tile(NamedTuple):
     """Doc."""
-    return x + SIZE
+
+    rows: int = 8
+
+    def asked(self):
+        return self.rows
+
+    def cost(self):
+        return 3
 
 
-@decorated
+def helper(x: int) -> int:
+    """Doc."""
+    if x is None:
+        raise ValueError(f"{x} is not good")
+    return x + SIZE + Tile().asked()
+
+
+def outer(kernel):
+    def cost():
+        return 1
+
+    def inner(a):
+        return helper(a) * 2
+
+    return inner
+
+
+bound = outer(None)
+
+
+@OP.route("name", cost=1)
 def route(a, b):
     # a comment
     return helper(a) + b
 '''
 
 
-def fingerprint(tmp_path, text):
+def fingerprint(tmp_path, text, name="route"):
     file = tmp_path / f"m{abs(hash(text))}.py"
-    file.write_text(text.replace("@decorated\n", "@(lambda f: f)\n"))
+    source._definitions.cache_clear()
+    file.write_text(text.replace("@OP.route", "@(lambda *a, **k: lambda f: f)"))
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    source._definitions.cache_clear()
-    return source.fingerprint(module.route)
+    file.write_text(text)
+    return source.fingerprint(getattr(module, name))
 
 
-def test_comments_docstrings_and_what_is_not_used_do_not_count(tmp_path):
-    before = fingerprint(tmp_path, TEXT)
-    for old, new in (
-        ("# a comment", "# another"),
-        ('"""Doc."""', '"""Other words."""'),
-        ("UNUSED = 1", "UNUSED = 2"),
-        ("@decorated\n", ""),
-    ):
-        assert fingerprint(tmp_path, TEXT.replace(old, new)) == before
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# a comment", "# another"), ('"""Doc."""', '"""Other words."""'), ("UNUSED = 1", "UNUSED = 2"), ("cost=1)", "cost=2)"),
+        ("return 3", "return 4"), ("x: int", "x: float"), ("is not good", "is bad"), ("return 1\n", "return 2\n"),
+        ("Op(SIZE, UNUSED) if", "Op(UNUSED) if"), ("SIZE: int = 4", "SIZE = 4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_count(tmp_path, old, new):
+    assert old in TEXT
+    for name in ("route", "bound"):
+        assert fingerprint(tmp_path, TEXT.replace(old, new), name) == fingerprint(tmp_path, TEXT, name)
 
 
-def test_code_it_uses_directly_or_through_others_counts(tmp_path):
-    before = fingerprint(tmp_path, TEXT)
-    for old, new in (("helper(a) + b", "helper(a) - b"), ("x + SIZE", "x - SIZE"), ("SIZE = 4", "SIZE = 8")):
-        assert fingerprint(tmp_path, TEXT.replace(old, new)) != before
+@pytest.mark.parametrize(
+    ("old", "new", "of_bound"),
+    [
+        ("helper(a) + b", "helper(a) - b", False), ("x + SIZE", "x - SIZE", True), ("SIZE: int = 4", "SIZE: int = 8", True),
+        ("rows: int = 8", "rows: int = 9", True), ("return self.rows", "return 2 * self.rows", True),
+        ("helper(a) * 2", "helper(a) * 3", True),
+    ],
+)  # fmt: skip
+def test_code_it_uses_directly_or_through_others_counts(tmp_path, old, new, of_bound):
+    assert old in TEXT
+    name = "bound" if of_bound else "route"
+    assert fingerprint(tmp_path, TEXT.replace(old, new), name) != fingerprint(tmp_path, TEXT, name)
 
 
-def test_kernels_of_another_op_count():
-    names = set(source._definitions(Path(inspect.getfile(MATMUL.routes["two-stage"].run))))
-    assert {"dot_chunks", "sum_on_gpu", "launch"} <= names
+@pytest.mark.parametrize(
+    ("op", "route", "parts"),
+    [
+        (MATMUL, "two-stage", ["def dot_chunks(", "def sum_on_gpu(", "def launch("]),  # of another op
+        (CONV2D, "narrow-out", ["tl.gather(sums[KH - 1]", "def product(", "NARROW = "]),  # imported under another name
+        (CONV2D, "narrow-out-hopper", ["gl.gather(sums,", "def narrow_out_rolled(", "def resident("]),  # a method
+        (CONV3D, "implicit-gemm-hopper", ["gl.warp_specialize(", "def accumulate(", "def straightened("]),
+        (ATTENTION, "wide-head-hopper", ["def softmax(", "def combine_kernel("]),
+    ],
+)  # fmt: skip
+def test_kernels_count(op, route, parts):
+    declared = op.routes[route]
+    text = "\n".join(source.followed(declared.run, *filter(None, [declared.bound])))
+    assert [part for part in parts if part not in text] == []
+    assert "refuses" not in text
+
+
+def test_a_kernel_of_the_same_name_elsewhere_does_not():
+    """There are three called narrow_out, and two implicit_gemm."""
+    texts = {name: "\n".join(source.followed(CONV2D.routes[name].run)) for name in ("narrow-out", "implicit-gemm")}
+    assert "gl." not in texts["narrow-out"] + texts["implicit-gemm"]
     assert len({route.source for op in (DOT, MATMUL) for route in op.routes.values()}) == len(DOT.routes) + len(MATMUL.routes)
