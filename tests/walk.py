@@ -2,12 +2,14 @@
 
 import functools
 import importlib
+import itertools
 import random
 
 import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.verify import Trial, outputs, truth
@@ -38,6 +40,17 @@ def equal(op, run, args):
     if not same and args[0].device.type == "cuda":  # some of cuDNN's kernels transform and are not exact themselves
         same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, truth(op, args)))  # noqa: B905
     return len(found) == len(expected) and all(alike) and same
+
+
+def lets_pass(op, run, args, numerics):
+    """What a run makes of NaN and Inf, in the middle of the first argument and at its end: why that is not what float64 makes of it."""
+    for value, place in itertools.product((float("nan"), float("inf")), (args[0].shape[-1] // 2, -1)):
+        first = copy(args[0])
+        first.select(-1, place).fill_(value)
+        why = Trial(op, (first, *args[1:])).complaint(numerics, run)
+        if why is not None:
+            return f"{value} at {place}: {why}"
+    return None
 
 
 def calls(op, route, device, target, count, seeds=range(100_000)):
@@ -77,5 +90,6 @@ routes = _parametrised(ALL)
 ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
+launching_routes = _parametrised(LAUNCHING)
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import turnout
-from tests.walk import contractions, equal, gpu_routes, random_call
+from tests.walk import contractions, equal, gpu_routes, launching_routes, lets_pass, random_call
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.tune import measure, peak_mib
@@ -61,6 +61,23 @@ def test_random_layouts_are_exact(op, route):
         for config in route.configs(op.problem(*args), device)[:1]:
             assert equal(op, functools.partial(route.run, **config), args), seed
     assert taken > 5
+
+
+@launching_routes
+def test_nan_and_inf_pass_through(op, route):
+    """Through the kernels that are ours."""
+    taken, end = 0, time.monotonic() + 10
+    device = Device.of(GPU)
+    for seed in range(2000):
+        if taken > 2 and time.monotonic() > end:
+            break
+        args = random_call(op, seed, GPU)
+        if not args[0].is_floating_point() or not args[0].numel() or any(route.refuses(op.problem(*args), device)):
+            continue
+        taken += 1
+        config = route.configs(op.problem(*args), device)[0]
+        assert lets_pass(op, functools.partial(route.run, **config), args, route.numerics) is None, seed
+    assert taken > 2
 
 
 def usable_call(op, route):

@@ -20,11 +20,14 @@ CALLS = {
     "short cache, replicated": Call(6, 4, kernel=(5, 1, 1), padding=(4, 0, 0), ends=(0, 0, 0), cache=1, pad_mode="replicate", batch=1),
     "long cache": Call(4, 3, size=(2, 2, 5), ends=(0, 1, 1), cache=3, batch=1),
     "replicated": Call(4, 3, size=(2, 2, 5), padding=(2, 1, 1), ends=(0, 1, 1), pad_mode="replicate", precision="ieee", batch=1),
+    "a pixel that is NaN": Call(17, 8, size=(3, 3, 9), batch=1, odd=float("nan")),
     "NCDHW": Call(7, 9, size=(2, 2, 5), dense=True, residual=True, batch=1),
 }
 FEW = {
     "two strips, two tiles": Call(17, 3, size=(1, 3, 16), kernel=(1, 3, 3), padding=(0, 1, 1), ends=(0, 1, 1), residual=True, batch=1),
     "frames before": Call(6, 3, size=(1, 2, 5), padding=(2, 1, 1), ends=(0, 1, 1), cache=1, pad_mode="replicate", batch=2),
+    "a pixel that is NaN": Call(17, 3, size=(1, 3, 16), kernel=(1, 3, 3), padding=(0, 1, 1), ends=(0, 1, 1), odd=float("nan"), batch=1),
+    "a pixel that is Inf": Call(3, 3, size=(1, 3, 16), kernel=(1, 1, 5), padding=(0, 0, 2), ends=(0, 0, 2), odd=float("inf"), batch=1),
     "wide kernel, many filters": Call(130, 12, size=(1, 2, 9), kernel=(2, 1, 4), padding=(1, 0, 3), ends=(0, 0, 1), dtype=torch.float16),
 }
 

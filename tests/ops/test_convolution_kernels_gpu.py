@@ -10,7 +10,7 @@ from turnout.ops.convolution.tiles import NarrowTile, Tile
 
 pytestmark = pytest.mark.gpu
 
-B, H, S = torch.bfloat16, torch.float16, torch.float32
+B, H, S, NAN = torch.bfloat16, torch.float16, torch.float32, float("nan")
 SHARED = Tile("depth", 4, 4, 32, 32, 96, 3, True)
 FROM_MEMORY = SHARED._replace(from_registers=False)
 ROWS = Tile("height", 4, 2, 64, 32, 96, 3, True)
@@ -58,6 +58,13 @@ GEMMS = {
     "image": (IMAGE, FLAT),
     "uneven padding": (RAGGED._replace(padding=(0, 2, 0), ends=(2, 0, 1)), SHARED),
     "TF32": (RAGGED._replace(dtype=S, residual=True), SINGLE),
+    "shared, NaN": (RAGGED._replace(odd=NAN), SHARED),
+    "rows, NaN": (RAGGED._replace(odd=NAN), ROWS),
+    "rows, cache, NaN": (CAUSAL._replace(cache=2, odd=NAN), BY_FRAME),
+    "alone, Inf": (RAGGED._replace(channels=64, odd=float("inf")), ALONE),
+    "boxes, NaN": (RAGGED._replace(channels=128, filters=512, odd=NAN), BOXES),
+    "image, NaN": (IMAGE._replace(odd=NAN), FLAT),
+    "TF32, NaN": (RAGGED._replace(dtype=S, odd=NAN), SINGLE),
     "TF32, alone": (RAGGED._replace(dtype=S, channels=36, filters=20), SINGLE_ALONE),
     "TF32, boxes": (RAGGED._replace(dtype=S, channels=36, residual=True), SINGLE_ALONE._replace(rows=4, columns=8, filters=96)),
 }
@@ -80,6 +87,11 @@ NARROWS = {
     "rolled film, cache": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), cache=2), ROLLED),
     "rolled film, replicated": (THREE._replace(padding=(2, 1, 1), ends=(0, 1, 1), pad_mode="replicate"), ROLLED),
     "rolled, two rows of the kernel": (THREE._replace(kernel=(1, 2, 2), padding=(0, 1, 0), ends=(0, 0, 1)), ROLLED._replace(slots=5)),
+    "image, NaN": (IMAGE._replace(filters=3, odd=NAN), NARROW),
+    "film, Inf": (THREE._replace(odd=float("inf")), NarrowTile("height", 4, 32, 2)),
+    "twelve filters, NaN": (THREE._replace(filters=12, odd=NAN), NarrowTile("height", 4, 32, 2)),
+    "rolled image, NaN": (IMAGE._replace(filters=3, odd=NAN), ROLLED),
+    "rolled film, Inf": (THREE._replace(odd=float("inf")), ROLLED),
     "one filter": (THREE._replace(filters=1), NarrowTile("height", 4, 32, 2)),
 }
 

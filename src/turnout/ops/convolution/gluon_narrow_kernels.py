@@ -36,7 +36,10 @@ def write(
     pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))
     filter = gl.arange(0, BF, gl.SliceLayout(0, flat))
     shifted = gl.minimum(row[:, None] + column[None, :], 63)
-    total = gl.convert_layout(gl.sum(gl.reshape(gl.gather(sums, shifted, 0), (64, BK, BF)), 1), flat)
+    gathered = gl.gather(sums, shifted, 0)
+    if BK > 65 - WINDOW:  # columns without a tap hold zeros, but NaN beside a pixel that is not finite
+        gathered = gl.where((column < 65 - WINDOW)[None, :], gathered, 0.0)
+    total = gl.convert_layout(gl.sum(gl.reshape(gathered, (64, BK, BF)), 1), flat)
     if bias is not None:
         total += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)[None, :]
     at = w + pixel

@@ -151,7 +151,10 @@ def narrow_out(
             sums = added_to
         h_at = h_first + i - (KH - 1)
         if (i >= KH - 1) & (h_at < OH):
-            total = tl.sum(tl.reshape(tl.gather(sums[KH - 1], shifted, 0), (BW, BK, BF)), 1) + added
+            gathered = tl.gather(sums[KH - 1], shifted, 0)
+            if BK > KW:  # columns without a tap hold zeros, but NaN beside a pixel that is not finite
+                gathered = tl.where((kw < KW)[None], gathered, 0.0)
+            total = tl.sum(tl.reshape(gathered, (BW, BK, BF)), 1) + added
             if residual is not None:
                 beside = n_at * rn + d_at * rd + h_at * rh + (w_at * rw)[:, None] + (filter * rc)[None]
                 total += tl.load(residual + beside, mask=keep, other=0.0).to(tl.float32)
