@@ -124,6 +124,20 @@ def test_long_sums_lose_no_more_digits_than_torchs(op, shape, weight, least, lay
     keeps_promises(op, *made(shape, weight, layout=layout), padding=weight[-1] // 2, least=here if layout == "first" else [])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("channels", [1, 3, 5, 16])
+def test_nan_reaches_no_further_than_the_kernel(channels, dtype):
+    """Through no route that changes the layout: oneDNN lets it with odd numbers of channels in bfloat16."""
+    for op, rest in ((CONV2D, (6, 9)), (CONV3D, (3, 6, 9))):
+        x, w, bias = made((2, channels, *rest), (8, channels, *[3] * len(rest)), dtype)
+        x[..., 4] = float("nan")
+        expected = TORCH[op.name](x.double(), w.double(), padding=1).isnan()
+        args = op.arguments(x, w, bias, padding=1)
+        for name, _, run in routes_on_cpu(op, args):
+            if name != "depth-chunks":  # torch's own kernel, frame by frame
+                assert torch.equal(run(*args).isnan(), expected), name
+
+
 @pytest.mark.parametrize("carefully", [True, False])
 def test_where_torchs_own_loop_adds_carefully(monkeypatch, carefully):
     """As on an AMD Zen 4: what oneDNN adds up in one go must be short then. On an Intel it need not be."""

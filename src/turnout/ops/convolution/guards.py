@@ -92,9 +92,17 @@ def refuses_anywhere(problem: Convolution, *dtypes: torch.dtype) -> Iterator[str
             yield f"a {name} of {str(dtype).removeprefix('torch.')}, this route needs the input's dtype"
 
 
+def needs_even_channels(problem: Convolution, device: Device) -> Iterator[str]:
+    """oneDNN multiplies pairs of bfloat16 channels: with an odd number, channels last, the last one's pair is the next pixel's first times
+    zero, which is NaN where that is not finite (torch 2.13, AVX-512 with bf16)."""
+    if device.type == "cpu" and problem.dtype is torch.bfloat16 and problem.weight[1:2] and problem.weight[1] % 2:
+        yield f"{problem.weight[1]} channels in bfloat16, which let NaN pass to the next pixel, this route needs an even number"
+
+
 def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]:
     yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
     yield from needs_one_dnn(problem, device)
+    yield from needs_even_channels(problem, device)
     yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
     if device.type == "cpu":
         yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)

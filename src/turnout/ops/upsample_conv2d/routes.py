@@ -61,6 +61,7 @@ def axes_of(problem: UpsampleConv2d) -> list[Axis]:
 def refuses_vendor_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
     yield from refuses_even_phases(problem, device)
     small = problem.small
+    yield from guards.needs_even_channels(small, device)
     if problem.invalid() is None and device.type == "cuda":
         filters, channels, *_ = small.weight
         if precision_of(small.float32, channels, filters) != precision_of(small.float32, channels, problem.scale**2 * filters):
