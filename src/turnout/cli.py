@@ -221,20 +221,41 @@ def tune(
     budget: Annotated[float, typer.Option(help="Stop after this many seconds; what was measured is kept.")] = 60.0,
     device: Where = None,
     export: Annotated[Path | None, typer.Option(help="Write the rows into this table to ship, instead of keeping them here.")] = None,
+    model: Annotated[str, typer.Option("--race", help="Instead of cases, what this model of `turnout race` calls, accelerated.")] = "",
+    size: Annotated[str, typer.Option(help="With --race: tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
+    dtype: Annotated[str, typer.Option(help="With --race: bfloat16, float16 or float32.")] = "bfloat16",
+    again: Annotated[bool, typer.Option("--again", help="With --race: also calls that were measured before.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure the routes of an op's cases and remember the fastest for this machine.
+    """Measure the routes of an op's cases, or of what a model calls, and remember the fastest for this machine.
+
+    A model of your own: [bold]turnout.tune(during=lambda: model(x))[/bold] in Python.
 
     [bold]Example[/bold]  turnout tune matmul --budget 120
+
+    [bold]Example[/bold]  turnout tune --race wan-vae --budget 300
     """
+    import torch
+
     import turnout
     from turnout.bench import report
+    from turnout.race.models import Settings
+    from turnout.routing.choose import in_short
     from turnout.routing.device import Device
+    from turnout.routing.op import op_named
+    from turnout.routing.table import decode, folder
     from turnout.routing.table import export as write
-    from turnout.routing.table import folder
 
     where = _device(device)
-    rows = turnout.tune(ops, budget=budget, device=where, save=export is None, progress=not json)
+    measured: dict[str, Any] = {"budget": budget, "save": export is None, "progress": not json}
+    if model:
+        racer, size = _racer(model, size, where)
+        with torch.no_grad():
+            made, call = racer.make(Settings(racer.sizes[size], _dtype(dtype), where, None))
+            turnout.accelerate(made)
+            rows = turnout.tune(ops, during=lambda: call(made), again=again, **measured)
+    else:
+        rows = turnout.tune(ops, device=where, **measured)
     if export is not None:
         write(rows, Device.of(where), export)
     if json:
@@ -245,13 +266,25 @@ def tune(
         best = min(row.us, key=row.us.__getitem__)
         table.add_row(
             row.op,
-            str({k: v for k, v in row.problem.items() if "strides" not in k}),
+            in_short(decode(op_named(row.op), row.problem)),
             best,
             f"{row.us[best]:.1f}",
             f"{row.us['reference']:.1f}",
         )
     console.print(table)
     console.print(f"{len(rows)} rows in {export or folder(Device.of(where))}", highlight=False)
+
+
+def _racer(model: str, size: str, where: Any) -> tuple[Any, str]:
+    """A model that may race, and one of its sizes."""
+    from turnout.race.models import RACERS
+
+    if model not in RACERS:
+        raise ValueError(f"model {model!r} is not known; one of: {', '.join(RACERS)}")
+    size = size or ("full" if where.type == "cuda" else "small")
+    if size not in RACERS[model].sizes:
+        raise ValueError(f"{model} has no size {size!r}; one of: {', '.join(RACERS[model].sizes)}")
+    return RACERS[model], size
 
 
 @app.command()
@@ -275,20 +308,15 @@ def race(
     """
     from turnout.bench.sweep import append_row
     from turnout.race import page
-    from turnout.race.models import RACERS
     from turnout.race.run import race as run
     from turnout.routing.device import Device
 
-    if model not in RACERS:
-        raise ValueError(f"model {model!r} is not known; one of: {', '.join(RACERS)}")
     where = _device(device)
-    size = size or ("full" if where.type == "cuda" else "small")
-    if size not in RACERS[model].sizes:
-        raise ValueError(f"{model} has no size {size!r}; one of: {', '.join(RACERS[model].sizes)}")
-    with errors.status(RACERS[model].describe(size)) as status:
+    racer, size = _racer(model, size, where)
+    with errors.status(racer.describe(size)) as status:
         found = run(
             model, size, _dtype(dtype), where, weights=weights, numerics=numerics, rounds=rounds, seconds=seconds, compiled=compile,
-            say=lambda step: status.update(f"{RACERS[model].describe(size)}: {step}"),
+            say=lambda step: status.update(f"{racer.describe(size)}: {step}"),
         )  # fmt: skip
     if out is not None:
         append_row(found.row(), out / Device.of(where).slug / "race.jsonl")

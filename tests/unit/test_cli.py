@@ -55,7 +55,8 @@ def test_explain_takes_words_flags_and_other_dtypes():
         (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),
         (("explain", "dot", "3"), "cannot be read"),
         (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"), (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
-        (("tune", "nope"), "op 'nope' is not known"), (("tune", "dot", "--budget", "-1"), "more than 0"),
+        (("tune", "nope"), "op 'nope' is not known"), (("tune", "--race", "nope"), "model 'nope' is not known"),
+        (("tune", "dot", "--budget", "-1"), "more than 0"),
     ],
 )  # fmt: skip
 def test_mistakes_end_with_one_line(words, said):
@@ -104,6 +105,13 @@ def test_tune_and_export(tmp_path):
     words = ("tune", "dot", "--budget", "2", "--device", "cpu", "--export", str(tmp_path / "t.json"))
     assert "rows in" in turnout(*words)
     assert json.loads((tmp_path / "t.json").read_text())["rows"]
+
+
+def test_tune_what_a_model_calls(tmp_path):
+    words = ("tune", "conv2d", "--race", "flux-vae", "--size", "tiny", "--dtype", "fp32", "--budget", "1", "--device", "cpu")
+    told = turnout(*words, "--export", str(tmp_path / "t.json"))
+    assert "input 1x16x4x4, weight 512x16x3x3, float32" in told
+    assert {row["op"] for row in json.loads((tmp_path / "t.json").read_text())["rows"]} == {"conv2d"}
 
 
 def test_bench_router():

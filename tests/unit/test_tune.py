@@ -1,3 +1,5 @@
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -98,3 +100,88 @@ def test_exact_is_held_to_every_bit(monkeypatch):
     monkeypatch.setitem(DOT.routes, route.name, nearly)
     with pytest.warns(turnout.TurnoutWarning, match="not bit-identical"):
         turnout.tune("dot", torch.ones(100), torch.ones(100), budget=1, progress=False, save=False)
+
+
+def asked(length, times=1):
+    """A function that asks for dot products of that length, and of one more."""
+    a, b = torch.randn(length, dtype=torch.bfloat16), torch.randn(length + 1, dtype=torch.bfloat16)
+    return lambda: [turnout.dot(x, x) for x in (a, b) for _ in range(times)]
+
+
+def test_what_a_function_asks_for_is_measured_once():
+    run = asked(5000, times=3)
+    before = run()
+    rows = turnout.tune(during=run, budget=5, progress=False)
+    assert [row.problem["a"] for row in rows] == [[5000], [5001]]
+    assert turnout.explain("dot", *[torch.ones(5001, dtype=torch.bfloat16)] * 2).authority == "measured here"
+    assert turnout.tune(during=run, budget=5, progress=False) == []
+    assert len(turnout.tune(during=run, again=True, budget=5, progress=False, save=False)) == 2
+    assert run() == before
+
+
+def test_only_of_the_ops_that_are_named():
+    a = torch.randn(1, 5000, dtype=torch.bfloat16)
+    run = lambda: (turnout.dot(a[0], a[0]), turnout.matmul(a, a.mT))  # noqa: E731
+    assert {row.op for row in turnout.tune(during=run, budget=5, progress=False, save=False)} == {"dot", "matmul"}
+    assert [row.op for row in turnout.tune("dot", during=run, budget=5, progress=False, save=False)] == ["dot"]
+
+
+def test_arguments_are_measured_as_they_come():
+    """In their layout and with their values, and a call that no route takes is not."""
+    x = torch.randn(2, 96, 7, 5)[:, ::2].transpose(2, 3)
+    weight = torch.randn(8, 48, 3, 3)
+    whole = torch.ones(9, dtype=torch.int64)
+    rows = turnout.tune(during=lambda: (turnout.conv2d(x, weight), turnout.dot(whole, whole)), budget=5, progress=False, save=False)
+    assert [row.problem["input_strides"] for row in rows] == [list(x.stride())]
+
+
+def test_a_mistake_in_the_function_is_its_own():
+    calls = []
+    with pytest.raises(ZeroDivisionError):
+        turnout.tune(during=lambda: 1 / 0, progress=False)
+    measured, tune.measure = tune.measure, lambda *a, **k: calls.append(a)
+    try:
+        asked(5000)()
+    finally:
+        tune.measure = measured
+    assert not calls, "nobody watches any more"
+
+
+def test_when_the_budget_is_over_the_function_goes_on(monkeypatch):
+    def slow(op, args, *, seconds):
+        time.sleep(0.06)
+        return tune.Row(op.name, {}, {"reference": 1.0}), Device.of("cpu")
+
+    monkeypatch.setattr(tune, "measure", slow)
+    with pytest.warns(turnout.TurnoutWarning, match="0.05 s are over, 1 calls were measured and 1 were not; asked again, it goes on"):
+        rows = turnout.tune(during=asked(5000), budget=0.05, progress=False, save=False)
+    assert len(rows) == 1
+
+
+def test_a_call_that_cannot_be_measured_is_left_out(monkeypatch):
+    def fails(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(tune, "measure", fails)
+    with pytest.warns(turnout.TurnoutWarning, match="a call of dot is left out: CUDA out of memory"):
+        assert turnout.tune(during=asked(5000), progress=False) == []
+
+
+def test_transforms_and_other_threads_are_not_in_its_way():
+    a = torch.randn(3, 5000, dtype=torch.bfloat16)
+    found = []
+
+    def run():
+        found.append(torch.func.vmap(turnout.dot)(a, a))
+        threads = [threading.Thread(target=asked(5000)) for _ in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+
+    rows = turnout.tune(during=run, budget=5, progress=False, save=False)
+    assert {row.problem["a"][0] for row in rows} <= {5000, 5001}
+    assert found[0].shape == (3,)
+
+
+def test_during_is_instead_of_arguments():
+    with pytest.raises(TypeError, match="arguments of a call and during="):
+        turnout.tune("dot", *SMALL, during=lambda: None)

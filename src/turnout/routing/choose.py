@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from turnout.routing.device import Device
 from turnout.routing.settings import LEVELS
 
@@ -140,3 +142,27 @@ def choose(
 
 def plain_problem(problem: Any) -> str:
     return ", ".join(f"{k}={plain(v)}" for k, v in problem._asdict().items())
+
+
+def in_short(problem: Any) -> str:
+    """What a person looks for in a list of problems: sizes, types and settings; no strides, nothing that is absent, types once.
+
+    >>> from turnout.ops.conv2d import CONV2D
+    >>> in_short(CONV2D.problem(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], 1, None))
+    'input 1x3x8x8, weight 4x3x3x3, float32, stride 1x1, padding 1x1, dilation 1x1, groups 1, conv ieee, matmul ieee'
+    """
+    parts, types = [], set()
+    for name, value in problem._asdict().items():
+        if "strides" in name or value is None or value is False or value == () or value == "":
+            continue
+        if isinstance(value, torch.dtype):
+            parts += [] if value in types else [plain(value)]
+            types.add(value)
+        elif hasattr(value, "_asdict"):
+            inner = in_short(value)
+            parts += [] if not inner else [f"{name} {inner.removeprefix('shape ')}" if name in ("cache", "residual") else inner]
+        elif isinstance(value, tuple) and all(isinstance(n, int) for n in value):
+            parts.append(f"{name} {'x'.join(map(str, value))}")
+        else:
+            parts.append(f"{name} {plain(value)}")
+    return ", ".join(parts)

@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,6 +28,7 @@ Config = dict[str, "int | float | str | bool"]
 Bind = Callable[[Callable[..., Any], tuple, Config], "Callable[..., Any] | None"]
 
 OPS: dict[str, Op] = {}
+_watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
@@ -184,6 +185,8 @@ class Op:
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and _autocasting():
             return self._under_autocast
+        for watch in _watchers if _watchers and _as_given(args) else ():
+            watch(self, args)
         key = self.key(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
@@ -298,6 +301,24 @@ def {op.name}({arguments}):
     }  # fmt: skip
     exec(source, known)
     return known[op.name]
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
+    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there had been none."""
+    _watchers.append(watch)
+    forget_choices()
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+        forget_choices()
+
+
+def _as_given(args: tuple) -> bool:
+    """Whether arguments are tensors that can be computed with here and now: no transform, no mode, no tensor subclass."""
+    plain = all(type(x) in _PLAIN_TENSORS for x in args if isinstance(x, Tensor))
+    return plain and _functorch_level() is None and not _count_modes()
 
 
 def forget_choices() -> None:

@@ -82,9 +82,7 @@ class Table:
 
     def lookup(self, op: Op, problem: Any, device: Device) -> Measurement | None:
         """The measurement of this problem, or one interpolated between the two nearest sizes of its family."""
-        if op.name not in self._indexed:
-            self._indexed[op.name] = self._index(op)
-        exact, families = self._indexed[op.name]
+        exact, families = self._by_problem(op)
         row = exact.get(problem)
         if row is not None:
             return _usable(op, problem, device, row, f"measured{self.origin}")
@@ -103,6 +101,16 @@ class Table:
         part = math.log(size / low) / math.log(high / low)
         us = {name: a.us[name] ** (1 - part) * b.us[name] ** part for name in a.us.keys() & b.us.keys()}
         return Measurement(us, a.config if part < 0.5 else b.config, note)
+
+    def has(self, op: Op, problem: Any) -> bool:
+        """Whether this very problem was measured, with the code of today."""
+        row = self._by_problem(op)[0].get(problem)
+        return row is not None and all(_is_of_today(op, row, name) for name in row.us if name != REFERENCE)
+
+    def _by_problem(self, op: Op) -> tuple[dict, dict]:
+        if op.name not in self._indexed:
+            self._indexed[op.name] = self._index(op)
+        return self._indexed[op.name]
 
     def _index(self, op: Op) -> tuple[dict, dict]:
         exact: dict[Any, Row] = {}
@@ -125,11 +133,9 @@ def _usable(op: Op, problem: Any, device: Device, row: Row, note: str, *, nearby
     us: dict[str, float] = {REFERENCE: row.us[REFERENCE]}
     configs: dict[str, Mapping[str, Any]] = {}
     for name, time in row.us.items():
-        route = op.routes.get(name)
-        if route is None or row.version.get(name) != route.version or row.source.get(name) != route.source:
+        if name == REFERENCE or not _is_of_today(op, row, name) or any(op.routes[name].refuses(problem, device)):
             continue
-        if any(route.refuses(problem, device)):
-            continue
+        route = op.routes[name]
         config, offered = row.config.get(name, {}), list(route.configs(problem, device))
         if config not in offered:
             if not nearby or not offered:
@@ -137,6 +143,12 @@ def _usable(op: Op, problem: Any, device: Device, row: Row, note: str, *, nearby
             config = offered[0]
         us[name], configs[name] = time, config
     return Measurement(us, configs, note) if configs else None
+
+
+def _is_of_today(op: Op, row: Row, name: str) -> bool:
+    """Whether a route still has the version and the code it was measured with."""
+    route = op.routes.get(name)
+    return route is not None and row.version.get(name) == route.version and row.source.get(name) == route.source
 
 
 def decode(op: Op, given: Mapping[str, Any]) -> Any | None:
@@ -174,6 +186,10 @@ class Tables:
         """What is known of this problem, strongest authority first."""
         found = (("measured here", self.here), ("measured, shipped", self.shipped))
         return [(authority, m) for authority, table in found if (m := table.lookup(op, problem, self.device)) is not None]
+
+    def has(self, op: Op, problem: Any) -> bool:
+        """Whether this very problem was measured, here or before shipping."""
+        return self.here.has(op, problem) or self.shipped.has(op, problem)
 
     @staticmethod
     @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,36 +17,49 @@ from turnout.bench.timer import Timing, time_variants
 from turnout.routing.case import copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, op_named
-from turnout.routing.table import Row, forget_tables, publish
+from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, op_named, watched
+from turnout.routing.table import Row, Tables, forget_tables, publish
 from turnout.routing.verify import Trial
+
+SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
 
 
 def tune(
     op: str | Callable[..., Any] | Sequence[str] | None = None, *args: Any,
-    budget: float = 60.0, device: str | torch.device | None = None, save: bool = True, progress: bool = True, **kwargs: Any,
+    during: Callable[[], Any] | None = None, again: bool = False, budget: float = 60.0, device: str | torch.device | None = None,
+    save: bool = True, progress: bool = True, **kwargs: Any,
 ) -> list[Row]:  # fmt: skip
-    """Measure the routes of one call, or of an op's cases, or of every op's cases, and keep the times for this machine.
+    """Measure the routes of one call, of what a model calls, of an op's cases, or of every op's cases, and keep the times for this machine.
 
     `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of both; `tune()` all cases.
-    It stops when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a
-    warning. `save=False` keeps nothing.
+    `tune(during=lambda: vae.decode(z))` runs that function once and measures what it asks of ops, or of the ops that are named, each call
+    when it first comes and with the arguments it comes with; calls that were measured before are not, unless `again`.
+    It stops measuring when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed,
+    with a warning. `save=False` keeps nothing.
     Returns a row for each problem measured.
 
     >>> import torch, turnout
     >>> [row] = turnout.tune("dot", torch.ones(4096), torch.ones(4096), budget=1, save=False, progress=False)
     >>> sorted(row.us)[-1]
     'reference'
+    >>> model, x = torch.nn.Conv2d(3, 8, 3, padding=1), torch.ones(1, 3, 16, 16)
+    >>> with turnout.accelerated(model), torch.no_grad():
+    ...     rows = turnout.tune(during=lambda: model(x), budget=1, save=False, progress=False)
+    >>> [row.op for row in rows]
+    ['conv2d']
     """
     if budget <= 0:
         raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
+    if during is not None:
+        if args or kwargs:
+            raise TypeError("tune was given the arguments of a call and during=; it measures either that call or those of a function")
+        return _during(during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress)
     if op is not None and (args or kwargs):
         known = op_named(op)  # pyright: ignore[reportArgumentType]
         calls = [(known, known.name, lambda: known.arguments(*args, **kwargs))]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        wanted = OPS.values() if op is None else map(op_named, [op] if isinstance(op, str) or callable(op) else op)
-        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in wanted for c in o.cases()]
+        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in _named(op) for c in o.cases()]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -63,6 +78,55 @@ def tune(
     return rows
 
 
+def _named(op: str | Callable[..., Any] | Sequence[str] | None) -> list[Op]:
+    return list(OPS.values()) if op is None else [op_named(o) for o in ([op] if isinstance(op, str) or callable(op) else op)]
+
+
+def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool, save: bool, progress: bool) -> list[Row]:
+    """Measure while it runs: the arguments are there, as they are, and are not kept."""
+    rows: list[Row] = []
+    seen: set[Any] = set()
+    left_out = 0
+    end, busy = time.perf_counter() + budget, threading.Lock()
+
+    def new_call(op: Op, args: tuple) -> None:
+        nonlocal left_out
+        if op.name not in ops or not busy.acquire(blocking=False):  # a route may ask other ops, and has been asked already
+            return
+        try:
+            where = next(x.device for x in args if isinstance(x, torch.Tensor))
+            call = (op.name, op.problem(*args), where)
+            if call in seen or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+                return
+            seen.add(call)
+            left = end - time.perf_counter()
+            known = Device.of(where)
+            if not _candidates(op, call[1], known) or (not again and Tables.for_device(known).has(op, call[1])):
+                return
+            if rows and left <= 0:
+                left_out += 1
+                return
+            step(f"{op.name} {[list(x.shape) for x in args if isinstance(x, torch.Tensor)]}")
+            row, device = measure(op, args, seconds=max(0.3, min(SECONDS, left)))
+            rows.append(row)
+            if save:
+                publish(row, device)
+        except (RuntimeError, MemoryError) as failure:
+            why = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            warnings.warn(f"turnout.tune: a call of {op.name} is left out: {why}", TurnoutWarning, stacklevel=2)
+        finally:
+            busy.release()
+
+    with _progress(None, progress) as step, watched(new_call):
+        run()
+    forget_tables()
+    forget_choices()
+    if left_out:
+        said = f"{budget:g} s are over, {len(rows)} calls were measured and {left_out} were not; asked again, it goes on with those"
+        warnings.warn(f"turnout.tune: {said}", TurnoutWarning, stacklevel=3)
+    return rows
+
+
 def remember(row: Row, device: Device) -> None:
     """Keep a row for this machine; calls from now on know of it."""
     publish(row, device)
@@ -76,7 +140,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     where = tensors[0].device
     device, problem = Device.of(where), op.problem(*args)
-    candidates = [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
+    candidates = _candidates(op, problem, device)
     inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]  # the trial's own arguments stay as they are
     trial = trial or Trial(op, args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
@@ -106,6 +170,10 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         source={name: op.routes[name].source for name in best},
     )
     return row, device
+
+
+def _candidates(op: Op, problem: Any, device: Device) -> list[Route]:
+    return [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
 
 
 def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> Iterator[tuple[Config, Callable]]:
@@ -146,7 +214,7 @@ def _rounded(timings: dict[str, Timing], field: str) -> dict[str, float]:
 class _progress:
     """A rich progress bar, or nothing."""
 
-    def __init__(self, total: int, wanted: bool):
+    def __init__(self, total: int | None, wanted: bool):
         self.total, self.wanted = total, wanted
 
     def __enter__(self) -> Callable[[str], None]:
@@ -158,7 +226,7 @@ class _progress:
         self.bar = Progress(TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
-        seen = iter(range(self.total + 1))
+        seen = itertools.count()
         bar = self.bar
         return lambda label: bar.update(task, completed=next(seen), description=label)
 
