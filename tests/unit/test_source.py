@@ -1,5 +1,6 @@
 """Fingerprints follow what a timing depends on, and nothing else."""
 
+import hashlib
 import importlib.util
 
 import pytest
@@ -104,22 +105,30 @@ def test_code_it_uses_directly_or_through_others_counts(tmp_path, old, new, of_b
 @pytest.mark.parametrize(
     ("op", "route", "parts"),
     [
-        (MATMUL, "two-stage", ["def dot_chunks(", "def sum_on_gpu(", "def launch("]),  # of another op
-        (CONV2D, "narrow-out", ["tl.gather(sums[KH - 1]", "def product(", "NARROW = "]),  # imported under another name
-        (CONV2D, "narrow-out-hopper", ["gl.gather(sums,", "def narrow_out_rolled(", "def resident("]),  # a method
-        (CONV3D, "implicit-gemm-hopper", ["gl.warp_specialize(", "def accumulate(", "def straightened("]),
-        (ATTENTION, "wide-head-hopper", ["def softmax(", "def combine_kernel("]),
+        (MATMUL, "two-stage", ["dot/kernels.dot_chunks", "dot/contraction.sum_on_gpu", "ops/launching.launch"]),  # of another op
+        (CONV2D, "narrow-out", ["convolution/kernels.narrow_out", "convolution/kernels.product"]),  # imported under another name
+        (CONV2D, "narrow-out-hopper", ["convolution/gluon_narrow_kernels.write", "convolution/tiles.NarrowTile.resident"]),  # a method
+        (CONV3D, "implicit-gemm-hopper", ["convolution/gluon_kernels.implicit_gemm", "convolution/gluon_kernels.accumulate"]),
+        (CONV3D, "implicit-gemm-hopper", ["convolution/launches.bound"]),  # by the function that binds the route
+        (ATTENTION, "wide-head-hopper", ["attention/hopper_kernels.softmax", "attention/hopper_kernels.wide_kernel"]),
     ],
 )  # fmt: skip
 def test_kernels_count(op, route, parts):
     declared = op.routes[route]
-    text = "\n".join(source.followed(declared.run, *filter(None, [declared.bound])))
-    assert [part for part in parts if part not in text] == []
-    assert "refuses" not in text
+    found = {f"{file.parent.name}/{file.stem}.{name}" for file, name in source.followed(declared.run, *filter(None, [declared.bound]))}
+    assert set(parts) <= found
+    assert not [name for name in found if "refuses" in name or name.endswith("_cost")]
 
 
 def test_a_kernel_of_the_same_name_elsewhere_does_not():
     """There are three called narrow_out, and two implicit_gemm."""
-    texts = {name: "\n".join(source.followed(CONV2D.routes[name].run)) for name in ("narrow-out", "implicit-gemm")}
-    assert "gl." not in texts["narrow-out"] + texts["implicit-gemm"]
+    for name in ("narrow-out", "implicit-gemm"):
+        assert not [file for file, _ in source.followed(CONV2D.routes[name].run) if "gluon" in file.stem]
     assert len({route.source for op in (DOT, MATMUL) for route in op.routes.values()}) == len(DOT.routes) + len(MATMUL.routes)
+
+
+def test_the_same_in_every_python():
+    """Trees differ from version to version in fields that are empty or say nothing, texts in brackets. This is a hash of all of them."""
+    text = "def route(a: int, b=(1, 'x')):\n    c, *d = a[b, 1:], *b\n    return (yield c), lambda: (c, d), {**a}, f'{a!r:>{c}}', -1.5e-7"
+    written = source._written(source._Bare().visit(source.ast.parse(text).body[0]))
+    assert hashlib.sha256(written.encode()).hexdigest()[:16] == "325b97d797a6ef53"

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _ROOT = Path(__file__).parents[2]
 Place = tuple[Path, str]  # a file, and a name at its top
@@ -23,19 +23,20 @@ Place = tuple[Path, str]  # a file, and a name at its top
 class Definition(NamedTuple):
     """Code, where the names in it lead, and the attributes it asks for."""
 
-    text: str
+    code: str
     leads_to: frozenset[Place]
     attributes: frozenset[str]
 
 
 def fingerprint(*functions: Callable) -> str:
     """Hash of functions and of all they use, directly or through others."""
-    return hashlib.sha256("\n".join(sorted(followed(*functions))).encode()).hexdigest()[:16]
+    codes = {definition.code for definition in followed(*functions).values()}
+    return hashlib.sha256("\n".join(sorted(codes)).encode()).hexdigest()[:16]
 
 
-def followed(*functions: Callable) -> set[str]:
-    """The texts of functions and of all they use."""
-    found: dict[tuple[Path, str], Definition] = {}
+def followed(*functions: Callable) -> dict[Place, Definition]:
+    """Functions and all they use, by where they are."""
+    found: dict[Place, Definition] = {}
     methods: dict[str, list[tuple[Place, Definition]]] = {}
     waiting: list[Place] = []
     asked: set[str] = set()
@@ -65,7 +66,7 @@ def followed(*functions: Callable) -> set[str]:
                 methods.setdefault(inner.rpartition(".")[2], []).append(((file, inner), definition))
                 if inner.rpartition(".")[2] in asked:
                     take((file, inner), definition)
-    return {definition.text for definition in found.values()}
+    return found
 
 
 @functools.cache
@@ -134,7 +135,18 @@ def _described(node: ast.AST, known: dict[str, Place]) -> Definition:
             module = known.get(part.value.id) if isinstance(part.value, ast.Name) else None
             if module is not None and not module[1]:
                 leads_to.add((module[0], part.attr))
-    return Definition(ast.unparse(_Placeless().visit(node)), frozenset(leads_to), frozenset(attributes))
+    return Definition(_written(node), frozenset(leads_to), frozenset(attributes))
+
+
+def _written(part: Any) -> str:
+    """A syntax tree in one way for all versions of Python, which `ast.unparse` and `ast.dump` have not. Without the names of our own files,
+    which were followed."""
+    if isinstance(part, ast.ImportFrom) and (part.module or "").startswith("turnout."):
+        part.module = "turnout"
+    if isinstance(part, ast.AST):
+        fields = ((name, getattr(part, name, None)) for name in part._fields if name not in ("ctx", "kind", "type_comment", "type_params"))
+        return f"{type(part).__name__}({', '.join(f'{name}={_written(value)}' for name, value in fields if value not in (None, []))})"
+    return f"[{', '.join(map(_written, part))}]" if isinstance(part, list) else repr(part)
 
 
 class _Bare(ast.NodeTransformer):
@@ -158,17 +170,8 @@ class _Bare(ast.NodeTransformer):
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
-        """What is said does not count; and Python's versions write it differently."""
+        """What is said does not count, what is asked for it does."""
         return ast.Tuple([self.visit(part.value) for part in node.values if isinstance(part, ast.FormattedValue)], ast.Load())
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         return self.generic_visit(node) if node.value is None else ast.copy_location(ast.Assign([node.target], node.value, lineno=0), node)
-
-
-class _Placeless(ast.NodeTransformer):
-    """Takes away the names of our own files, which were followed."""
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
-        if (node.module or "").startswith("turnout."):
-            node.module = "turnout"
-        return node
