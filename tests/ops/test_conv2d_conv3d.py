@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import turnout
+from tests.walk import equal, random_call
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import problem as shared
@@ -470,6 +471,22 @@ def test_one_dnn_without_avx512(monkeypatch):
     for layout in ("first", "last"):
         assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
         assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 1), torch.float32, layout, padding=(1, 0, 0)) == "reference"
+
+
+@pytest.mark.parametrize(
+    ("op", "seed"), [(CONV3D, 49034), (OPS["causal_conv3d"], 75960), (CONV2D, 32974), (CONV2D, 72632), (CONV2D, 14548)]
+)
+def test_groups_and_axes_of_one(op, seed):
+    """Random calls that once came out wrong, or in strides that are not torch's."""
+    args = random_call(op, seed, torch.device("cpu"))
+    for threads in (1, torch.get_num_threads()):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for name, _, run in routes_on_cpu(op, args):
+                assert equal(op, run, args), name
+        finally:
+            torch.set_num_threads(before)
 
 
 def test_an_axis_of_one_may_have_any_stride():

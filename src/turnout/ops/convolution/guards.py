@@ -103,6 +103,7 @@ def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]
     yield from refuses_anywhere(problem, *HALF_AND_SINGLE)
     yield from needs_one_dnn(problem, device)
     yield from needs_even_channels(problem, device)
+    yield from needs_pixels_in_groups(problem, device)
     yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
     if device.type == "cpu":
         yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)
@@ -128,13 +129,23 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
         yield from needs_sums_as_careful(problem, min(problem.weight[1], 16) * taps, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
 
 
+def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
+    """On a CPU torch lays groups out by no rule where an image of one pixel goes in or comes out (2.13; it depends on threads, too)."""
+    if (
+        device.type == "cpu"
+        and problem.invalid() is None
+        and problem.groups > 1
+        and 1 in (prod(problem.input[2:]), prod(problem.output[2:]))
+    ):
+        yield f"{problem.groups} groups of one pixel, whose strides follow no rule, this route needs more pixels or 1 group"
+
+
 def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
     yield from refuses_anywhere(problem, *HALVES)
     yield from needs_one_dnn(problem, device, torch.float32)
+    yield from needs_pixels_in_groups(problem, device)
     if device.type != "cpu":
         yield f"device {device.name}, this route needs a CPU"
-    elif problem.invalid() is None and problem.groups > 1 and prod(problem.output[2:]) == 1:
-        yield f"{problem.groups} groups of one pixel, whose strides follow no rule, this route needs more pixels or 1 group"
 
 
 def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None = None) -> Iterator[str]:
@@ -149,6 +160,8 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
     pixels = prod(problem.weight[-2:])
     if problem.groups > 1:  # whose channels are not added up in parts
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
+        if 1 in (*problem.input[-2:], *problem.weight[-2:]):
+            yield f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, this route needs longer axes"
     elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
         yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM)
     else:
