@@ -43,6 +43,8 @@ def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | Non
     reach = [d * (k - 1) for d, k in zip(problem.dilation, problem.weight[2:], strict=False)]
     if any(p > r for p, r in zip(problem.padding, reach, strict=False)):
         yield f"padding {problem.padding} around a kernel that reaches {reach}, this route needs outputs that see some input"
+    if any(n < d and k > 1 for n, d, k in zip(problem.input[2:], problem.dilation, problem.weight[2:], strict=False)):
+        yield f"dilation {problem.dilation} of an input {list(problem.input[2:])}, this route needs outputs that see some input"
 
 
 def on_torchs_own_loop(problem: Convolution) -> bool:
@@ -175,6 +177,8 @@ def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"{problem.output[2]} output frames, this route needs at least 2"
     if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem):
         yield "torch keeps this call from oneDNN, this route needs one that it takes there"
+    if device.type == "cpu" and problem.groups > 1:  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
+        yield f"{problem.groups} groups, this route needs 1 on a CPU"
 
 
 def refuses_pointwise(problem: Convolution, device: Device) -> Iterator[str]:
