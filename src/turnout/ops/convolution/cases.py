@@ -94,11 +94,23 @@ def random_sizes(draw: random.Random, spatial: int) -> dict[str, Any]:
         padding = [min(p, d * (k - 1)) for p, d, k in zip(padding, dilation, kernel, strict=True)]
     least = (max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True))
     size = [n + draw.choice((0, 0, 1, 2, 4, 6)) for n in least]
+    size = [_seen(*numbers) for numbers in zip(size, kernel, stride, padding, dilation, strict=True)]
     batch = draw.choice((1, 1, 1, 2, 3)) if draw.random() < 0.98 else 0
     return {
         "shape": (batch, into, *size), "weight": (out, into // groups, *kernel), "stride": stride, "padding": padding,
         "dilation": dilation, "groups": groups,
     }  # fmt: skip
+
+
+def _seen(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """So many pixels or a few more, that some output sees one of them: where none does, oneDNN writes beside its memory (torch 2.13).
+
+    >>> _seen(1, 1, 2, 1, 1), _seen(1, 2, 3, 1, 2), _seen(1, 3, 1, 1, 1)
+    (2, 2, 1)
+    """
+    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    places = (o * stride - padding + k * dilation for o in range(outputs) for k in range(kernel))
+    return size if any(0 <= place < size for place in places) else _seen(size + 1, kernel, stride, padding, dilation)
 
 
 def random_tensor(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
