@@ -146,17 +146,15 @@ def test_where_torchs_own_loop_adds_carefully(monkeypatch, carefully):
     monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)  # AVX-512
 
     def refused(channels, *kernel):
-        verdict = turnout.explain(
-            "conv3d", torch.empty(1, channels, 4, 8, 9), torch.empty(16, channels, *kernel), padding=[k // 2 for k in kernel]
-        )
-        return {
-            name for name in ("one-dnn", "depth-taps") if any("more carefully on this CPU" in why for why in verdict.refused.get(name, ()))
-        }
+        x, weight = torch.empty(1, channels, 5, 8, 9), torch.empty(16, channels, *kernel)
+        found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel]).refused
+        return {name for name in ("one-dnn", "depth-taps") if any("adds more carefully" in why for why in found.get(name, ()))}
 
+    assert refused(8, 3, 3, 3) == refused(32, 3, 1, 1) == set()
     assert refused(32, 3, 3, 3) == ({"one-dnn"} if carefully else set())
-    assert refused(64, 3, 3, 3) == ({"one-dnn", "depth-taps"} if carefully else set())
-    assert refused(192, 3, 3, 3) == ({"depth-taps"} if carefully else set())
-    assert refused(8, 3, 3, 3) == refused(192, 3, 1, 1) == set()
+    assert refused(64, 3, 3, 3) == ({"one-dnn", "depth-taps"} if carefully else {"depth-taps"})
+    assert refused(192, 3, 3, 3) == refused(192, 3, 1, 1) == {"depth-taps"}
+    assert refused(64, 5, 3, 3) == {"one-dnn", "depth-taps"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -128,7 +128,9 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
         yield from needs_sums_as_careful(problem, problem.weight[1], 16)
     else:
         # With 192 channels and more the loop's sums are long as well: 1.2 to 1.4 times its error then, with fewer up to 1.9 times.
-        yield from needs_sums_as_careful(problem, min(problem.weight[1], 16) * taps, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
+        at_once = min(problem.weight[1], 16) * taps
+        yield from needs_sums_as_exact(problem, device, at_once, 432)
+        yield from needs_sums_as_careful(problem, at_once, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
 
 
 def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
@@ -166,8 +168,8 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
             yield f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, this route needs longer axes"
     elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
         yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM)
-    else:
-        yield from needs_sums_as_careful(problem, problem.weight[1] * pixels, LONGEST_SUM)
+    elif on_torchs_own_loop(problem):
+        yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels)
 
 
 def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
