@@ -251,8 +251,9 @@ def tune(
     if model:
         racer, size = _racer(model, size, where)
         with torch.no_grad():
-            made, call = racer.make(Settings(racer.sizes[size], _dtype(dtype), where, None))
-            turnout.accelerate(made)
+            with errors.status(f"{racer.describe(size)}: building"):
+                made, call = racer.make(Settings(racer.sizes[size], _dtype(dtype), where, None))
+                turnout.accelerate(made)
             rows = turnout.tune(ops, during=lambda: call(made), again=again, **measured)
     else:
         rows = turnout.tune(ops, device=where, **measured)

@@ -3,8 +3,10 @@
 import functools
 import random
 
+import pytest
 import torch
 
+import turnout
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
@@ -52,3 +54,21 @@ def test_small_calls_lose_no_more_digits_than_torchs():
     assert tried > CALLS
     assert len(over) <= tried / 100, over
     assert worst < 1.2, over
+
+
+@pytest.mark.parametrize("carefully", [True, False])
+def test_where_torchs_own_loop_adds_carefully(monkeypatch, carefully):
+    """As on an AMD Zen 4: what oneDNN adds up in one go must be short then. On an Intel it need not be."""
+    monkeypatch.setattr("turnout.ops.convolution.guards.loop_adds_carefully", lambda: carefully)
+    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)  # AVX-512
+
+    def refused(channels, *kernel):
+        x, weight = torch.empty(1, channels, 5, 8, 9), torch.empty(16, channels, *kernel)
+        found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel]).refused
+        return {name for name in ("one-dnn", "depth-taps") if any("adds more carefully" in why for why in found.get(name, ()))}
+
+    assert refused(8, 3, 3, 3) == refused(32, 3, 1, 1) == set()
+    assert refused(32, 3, 3, 3) == ({"one-dnn"} if carefully else set())
+    assert refused(64, 3, 3, 3) == ({"one-dnn", "depth-taps"} if carefully else {"depth-taps"})
+    assert refused(192, 3, 3, 3) == refused(192, 3, 1, 1) == {"depth-taps"}
+    assert refused(64, 5, 3, 3) == {"one-dnn", "depth-taps"}

@@ -117,10 +117,12 @@ def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool
         finally:
             busy.release()
 
-    with _progress(None, progress) as step, watched(new_call):
-        run()
-    forget_tables()
-    forget_choices()
+    try:
+        with _progress(None, progress) as step, watched(new_call):
+            run()
+    finally:  # what was measured counts, whatever became of the run
+        forget_tables()
+        forget_choices()
     if left_out:
         said = f"{budget:g} s are over, {len(rows)} calls were measured and {left_out} were not; asked again, it goes on with those"
         warnings.warn(f"turnout.tune: {said}", TurnoutWarning, stacklevel=3)
