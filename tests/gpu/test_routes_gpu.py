@@ -164,6 +164,34 @@ def test_unaligned_views(op):
 
 
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+def test_repeated_launches_take_what_is_new(name, dtype):
+    """Other addresses, another alignment, another stream, a profiler that begins to listen."""
+    from triton import knobs
+
+    heard = []
+    room = torch.arange(6007, device=GPU).to(dtype).remainder(7) if dtype is torch.bfloat16 else torch.ones(6007, dtype=dtype, device=GPU)
+    vectors = [room[first : first + 3000] for first in (0, 3000, 1, 16, 3007)]
+    hook = knobs.runtime.launch_enter_hook
+    with turnout.pin(dot=name):
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            for listening in (False, True, False):
+                if listening:
+                    hook.add(heard.append)
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    found = [turnout.dot(a, b) for a in vectors for b in vectors]
+                if listening:
+                    hook.remove(heard.append)
+                torch.cuda.synchronize()
+                wanted = [torch.dot(a.to(torch.complex128), b.to(torch.complex128)) for a in vectors for b in vectors]
+                assert all(
+                    torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype)) for x, y in zip(found, wanted, strict=True)
+                )
+    assert len(heard) == 2 * len(wanted) * (2 if name == "two-stage" else 1)
+
+
+@pytest.mark.parametrize("name", ["single-launch", "two-stage"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_more_than_2_31_elements(name, dtype):
     length = 2**31 + 12345

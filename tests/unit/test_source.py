@@ -105,7 +105,7 @@ def test_code_it_uses_directly_or_through_others_counts(tmp_path, old, new, of_b
 @pytest.mark.parametrize(
     ("op", "route", "parts"),
     [
-        (MATMUL, "two-stage", ["dot/kernels.dot_chunks", "dot/contraction.sum_on_gpu", "ops/launching.launch"]),  # of another op
+        (MATMUL, "two-stage", ["dot/kernels.dot_chunks", "dot/contraction.sums_on_gpu", "ops/launching.launch"]),  # of another op
         (CONV2D, "narrow-out", ["convolution/kernels.narrow_out", "convolution/kernels.product"]),  # imported under another name
         (CONV2D, "narrow-out-hopper", ["convolution/gluon_narrow_kernels.write", "convolution/tiles.NarrowTile.resident"]),  # a method
         (CONV3D, "implicit-gemm-hopper", ["convolution/gluon_kernels.implicit_gemm", "convolution/gluon_kernels.accumulate"]),

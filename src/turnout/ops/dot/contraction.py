@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.launching import launch
+from turnout.ops.launching import repeated
 from turnout.routing.device import Device
-from turnout.routing.op import Work
+from turnout.routing.op import Op, Work
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,55 +152,47 @@ CPU_CHUNKS: Any = {
 }  # fmt: skip
 
 
-# Running. Everything but the tensors follows from the problem and the configuration, so it is worked out once.
-
-
-class Plan(NamedTuple):
-    sums: Contraction
-    chunks: int
-    numbers: tuple[int, ...]
-    constants: dict[str, Any]
-    second: dict[str, Any]
-    options: dict[str, Any]
+# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is worked out once.
 
 
 @functools.lru_cache(4096)
-def plan(problem: Any, where: torch.device, block: int, waves: int) -> Plan:
-    """How to launch: `waves` programs for each multiprocessor, or with 0 waves one program a sum. From Hopper on the second kernel takes
-    its place on the card before the first has ended (OVERLAP)."""
-    sums, device = problem.contraction(), Device.of(where)
-    complex_ = problem.a_dtype.is_complex
-    chunks = max(1, min(device.units * waves // sums.batch, sums.length // block))
-    overlap = waves > 0 and (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
-    strides = [stride * (2 if complex_ else 1) for stride in sums[2:6]]
-    flags = {"COMPLEX": complex_, "OVERLAP": overlap}
-    second = {"BLOCK": 1 << (chunks - 1).bit_length(), **flags}
-    return Plan(sums, chunks, (sums.length, chunks, *strides), {"BLOCK": block, **flags}, second, {"launch_pdl": True} if overlap else {})
-
-
-@functools.cache
-def _kernels() -> tuple[Any, Any]:
+def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
+    """What takes the sums of two tensors of this problem. Each sum is the work of one program, or with waves of as many as fill the card so
+    many times; a second kernel then adds up what they found. From Hopper on that one takes its place on the card before the first has
+    ended (OVERLAP)."""
     from turnout.ops.dot.kernels import dot_chunks, sum_chunks
 
-    return dot_chunks, sum_chunks
+    sums, device, dtype = problem.contraction(), Device.of(where), problem.a_dtype
+    parts = 2 if dtype.is_complex else 1
+    chunks = max(1, min(device.units * waves // sums.batch, sums.length // block))
+    overlap = waves > 0 and (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
+    flags = {"COMPLEX": dtype.is_complex, "OVERLAP": overlap}
+    numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]])
+    products = repeated(dot_chunks, sums.batch * chunks, where, numbers, {"BLOCK": block, **flags}, warps=warps)
 
-
-def sum_on_gpu(a: Tensor, b: Tensor, problem: Any, *, block: int, warps: int, waves: int = 0) -> Tensor:
-    """Each sum is the work of one program, or with waves of as many as fill the card so many times; a second kernel then adds up
-    what they found."""
-    dot_chunks, sum_chunks = _kernels()
-    sums, chunks, numbers, constants, second, options = plan(problem, a.device, block, waves)
-    out = torch.empty(sums.output, dtype=a.dtype, device=a.device)
-    into = out
-    if a.is_complex():
-        a, b, into = torch.view_as_real(a), torch.view_as_real(b), torch.view_as_real(out)
-    if not waves:
-        launch(dot_chunks, sums.batch, (a, b, into), numbers, constants, warps=warps)
+    def in_one(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(sums.output, dtype=dtype, device=where)
+        products(a, b, out)
         return out
-    partial = torch.empty(sums.batch * chunks * (2 if out.is_complex() else 1), dtype=torch.float64, device=a.device)
-    launch(dot_chunks, sums.batch * chunks, (a, b, partial), numbers, constants, warps=warps)
-    launch(sum_chunks, sums.batch, (partial, into), (chunks,), second, warps=4, **options)
-    return out
+
+    if not waves:
+        return in_one
+    constants, options = {"BLOCK": 1 << (chunks - 1).bit_length(), **flags}, {"launch_pdl": True} if overlap else {}
+    total = repeated(sum_chunks, sums.batch, where, (chunks,), constants, warps=4, **options)
+
+    def in_two(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty(sums.output, dtype=dtype, device=where)
+        partial = torch.empty(sums.batch * chunks * parts, dtype=torch.float64, device=where)
+        products(a, b, partial)
+        total(partial, out)
+        return out
+
+    return in_two
+
+
+def bound(op: Op, run: Callable[..., Tensor], args: tuple[Tensor, Tensor], config: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """A route of sums for calls like this one."""
+    return sums_on_gpu(op.problem(*args), args[0].device, **config)
 
 
 def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import Tensor
 
-from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, sum_on_cpu, sum_on_gpu
+from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, bound, sum_on_cpu, sums_on_gpu
 from turnout.ops.inner import INNER
 
 
-@INNER.route("single-launch", **SINGLE_LAUNCH)
+@INNER.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, INNER))
 def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sum_on_gpu(a, b, INNER.problem(a, b), block=block, warps=warps)
+    return sums_on_gpu(INNER.problem(a, b), a.device, block, warps)(a, b)
 
 
-@INNER.route("two-stage", **TWO_STAGE)
+@INNER.route("two-stage", **TWO_STAGE, bound=functools.partial(bound, INNER))
 def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sum_on_gpu(a, b, INNER.problem(a, b), block=block, warps=warps, waves=waves)
+    return sums_on_gpu(INNER.problem(a, b), a.device, block, warps, waves)(a, b)
 
 
 @INNER.route("cpu-chunks", **CPU_CHUNKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +15,10 @@ from turnout.ops.dot.contraction import (
     SINGLE_LAUNCH,
     TWO_STAGE,
     Contraction,
+    bound,
     refuses_all_but_sums,
     sum_on_cpu,
-    sum_on_gpu,
+    sums_on_gpu,
 )
 from turnout.ops.matmul import MATMUL, Matmul
 from turnout.routing.device import Device
@@ -46,14 +48,14 @@ def as_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,))).reshape(sums.output)
 
 
-@MATMUL.route("single-launch", **SINGLE_LAUNCH)
+@MATMUL.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, MATMUL))
 def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sum_on_gpu(a, b, MATMUL.problem(a, b), block=block, warps=warps)
+    return sums_on_gpu(MATMUL.problem(a, b), a.device, block, warps)(a, b)
 
 
-@MATMUL.route("two-stage", **TWO_STAGE)
+@MATMUL.route("two-stage", **TWO_STAGE, bound=functools.partial(bound, MATMUL))
 def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sum_on_gpu(a, b, MATMUL.problem(a, b), block=block, warps=warps, waves=waves)
+    return sums_on_gpu(MATMUL.problem(a, b), a.device, block, warps, waves)(a, b)
 
 
 @MATMUL.route("cpu-chunks", **CPU_CHUNKS)
