@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from turnout.bench.timer import _summary, time_variants
+from turnout.bench.timer import _steadied, _summary, time_variants
 
 
 def test_a_quick_moment_of_the_host_is_not_its_time():
@@ -23,3 +23,11 @@ def test_on_a_cpu_there_is_one_part():
     assert timing.us == pytest.approx(timing.device_us)
     assert timing.host_us == 0.0
     assert len(calls) == 1 + 2 * 5
+
+
+def test_a_host_that_changes_its_speed_changes_no_difference():
+    """In the middle of a run, a median of either alone would have been at one speed or the other."""
+    steadied = _steadied({"torch": [10.0, 10.0, 15.0, 15.0, 15.0], "turnout": [12.0, 12.0, 18.0, 18.0, 18.6]})
+    assert steadied["torch"] == pytest.approx([15.0] * 4 + [15.0 * (18.0 / 18.6) ** 0.5])
+    assert steadied["turnout"] == pytest.approx([18.0] * 4 + [18.0 * (18.6 / 18.0) ** 0.5])
+    assert _steadied({}) == {}

@@ -98,7 +98,16 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
                     host[name].append(_host_time(run, args, samples[name][-1]))
             if i >= 2 and time.perf_counter() > end:
                 break
-    return {name: _summary(samples[name], host[name]) for name in variants}
+    hosts = _steadied({name: taken for name, taken in host.items() if len(taken) == len(samples[name])})
+    return {name: _summary(samples[name], hosts.get(name, host[name])) for name in variants}
+
+
+def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Host times of all rounds as if the host had always had its usual speed. It changes by half and back within seconds, for all variants
+    of a round alike, and where that happens in the middle, the median of each is at one speed or the other by chance."""
+    rounds = [statistics.geometric_mean(taken) for taken in zip(*host_us.values(), strict=True)]
+    usual = statistics.median(rounds) if rounds else 1.0
+    return {name: [us * usual / speed for us, speed in zip(taken, rounds, strict=True)] for name, taken in host_us.items()}
 
 
 def _passes(host_us: Sequence[float], pass_us: float) -> int:

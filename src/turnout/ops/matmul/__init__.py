@@ -55,7 +55,7 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-_GPU = shared.Rate(host=19e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45)
+_GPU = shared.Rate(host=13.7e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45)
 _CPU = {torch.bfloat16: 0.8, torch.float16: 0.2, torch.complex64: 0.25}
 _long_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, share=_CPU, otherwise=0.11))
 _short_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, otherwise=0.8))

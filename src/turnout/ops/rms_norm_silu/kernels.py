@@ -20,7 +20,7 @@ from turnout.ops.common_kernels import silu
 def inverse_of(squares, C, eps, CLAMP: tl.constexpr):
     """What x is multiplied with: 1 / sqrt(mean + eps), or with CLAMP sqrt(C) / max(norm, eps)."""
     if CLAMP:
-        return tl.div_rn(tl.sqrt_rn(C * 1.0), tl.maximum(tl.sqrt_rn(squares), eps))
+        return tl.div_rn(tl.sqrt_rn(C * 1.0), tl.maximum(tl.sqrt_rn(squares), eps, propagate_nan=tl.PropagateNan.ALL))
     else:
         return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, C * 1.0) + eps))
 
