@@ -170,8 +170,8 @@ def test_repeated_launches_take_what_is_new(name, dtype):
     from triton import knobs
 
     heard = []
-    room = torch.arange(6007, device=GPU).to(dtype).remainder(7) if dtype is torch.bfloat16 else torch.ones(6007, dtype=dtype, device=GPU)
-    vectors = [room[first : first + 3000] for first in (0, 3000, 1, 16, 3007)]
+    room = torch.arange(60007, device=GPU).remainder(7).to(dtype) * (1 if dtype is torch.bfloat16 else 1j)
+    vectors = [room[first : first + 30000] for first in (0, 30000, 1, 16, 30007)]
     hook = knobs.runtime.launch_enter_hook
     with turnout.pin(dot=name):
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
@@ -188,7 +188,36 @@ def test_repeated_launches_take_what_is_new(name, dtype):
                 assert all(
                     torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype)) for x, y in zip(found, wanted, strict=True)
                 )
-    assert len(heard) == 2 * len(wanted) * (2 if name == "two-stage" else 1)
+    assert len(heard) == 2 * len(wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_sums_in_parts_at_the_same_time(dtype):
+    """The last program to end adds up the parts: no two kernels that may run at once count in one place."""
+    vectors = [torch.randint(-3, 4, (400_000 + 1000 * i,), device=GPU).to(dtype) for i in range(4)]
+    batches = torch.randint(-3, 4, (24, 1, 40_000), device=GPU).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    wanted = [torch.dot(x.to(wide), x.to(wide)).to(dtype) for x in vectors]
+    wanted_batches = (batches.to(wide) * batches.to(wide)).sum(2, keepdim=True).to(dtype)
+    streams = [torch.cuda.Stream() for _ in vectors]
+    torch.cuda.synchronize()
+    with turnout.pin(dot="two-stage", matmul="two-stage"):
+        graphs, found = [], []
+        for x in vectors:
+            with torch.cuda.stream(streams[0]):
+                turnout.dot(x, x)
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1], stream=streams[0]):
+                found.append(turnout.dot(x, x))
+        eager = []
+        for _ in range(50):
+            for x, stream, graph in zip(vectors, streams, graphs, strict=True):
+                with torch.cuda.stream(stream):
+                    graph.replay()
+                    eager.append((turnout.dot(x, x), turnout.matmul(batches, batches.mT)))
+        torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert all(torch.equal(x, wanted[i % 4]) and torch.equal(y, wanted_batches) for i, (x, y) in enumerate(eager))
 
 
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])

@@ -158,36 +158,40 @@ CPU_CHUNKS: Any = {
 @functools.lru_cache(4096)
 def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
     """What takes the sums of two tensors of this problem. Each sum is the work of one program, or with waves of as many as fill the card so
-    many times; a second kernel then adds up what they found. From Hopper on that one takes its place on the card before the first has
-    ended (OVERLAP)."""
-    from turnout.ops.dot.kernels import dot_chunks, sum_chunks
+    many times; the last one to end then adds up what all have found."""
+    from turnout.ops.dot.kernels import dot_chunks
 
-    sums, device, dtype = problem.contraction(), Device.of(where), problem.a_dtype
+    sums, dtype = problem.contraction(), problem.a_dtype
     parts = 2 if dtype.is_complex else 1
-    chunks = max(1, min(device.units * waves // sums.batch, sums.length // block))
-    overlap = waves > 0 and (device.capability or (0, 0)) >= (9, 0) and torch.version.hip is None
-    flags = {"COMPLEX": dtype.is_complex, "OVERLAP": overlap}
-    numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]])
-    products = repeated(dot_chunks, sums.batch * chunks, where, numbers, {"BLOCK": block, **flags}, warps=warps)
+    chunks = max(1, min(Device.of(where).units * waves // sums.batch, sums.length // block)) if sums.batch <= COUNTERS else 1
+    numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
+    constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
+    run = repeated(dot_chunks, sums.batch * chunks, where, numbers, constants, warps=warps)
+    strides, room = torch.empty(sums.output, device="meta").stride(), sums.batch * chunks * parts
 
-    def in_one(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.empty(sums.output, dtype=dtype, device=where)
-        products(a, b, out)
+    def summed(a: Tensor, b: Tensor) -> Tensor:
+        out = torch.empty_strided(sums.output, strides, dtype=dtype, device=where)  # quicker than torch.empty
+        run(a, b, out, out if chunks == 1 else counters_and_room(where, room))
         return out
 
-    if not waves:
-        return in_one
-    constants, options = {"BLOCK": 1 << (chunks - 1).bit_length(), **flags}, {"launch_pdl": True} if overlap else {}
-    total = repeated(sum_chunks, sums.batch, where, (chunks,), constants, warps=4, **options)
+    return summed
 
-    def in_two(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.empty(sums.output, dtype=dtype, device=where)
-        partial = torch.empty(sums.batch * chunks * parts, dtype=torch.float64, device=where)
-        products(a, b, partial)
-        total(partial, out)
-        return out
 
-    return in_two
+COUNTERS = 4096  # of 4 bytes
+_MOST_ROOM = 16384  # of 8 bytes: more than any card we know takes
+_kept_room: dict[tuple[int, int], Tensor] = {}
+
+
+def counters_and_room(where: torch.device, size: int) -> Tensor:
+    """Counters at zero, where kernels leave them, and room for so many float64. One for each stream, whose kernels run one after the other;
+    a graph that is being captured may be replayed on any, and has its own."""
+    if where.type != "cuda" or size > _MOST_ROOM or torch._C._cuda_getDevice() != where.index or torch._C._cuda_isCurrentStreamCapturing():
+        return torch.zeros(COUNTERS // 2 + size, dtype=torch.float64, device=where)
+    stream = torch._C._cuda_getCurrentRawStream(where.index)
+    kept = _kept_room.get((where.index, stream))
+    if kept is None:
+        kept = _kept_room[where.index, stream] = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
+    return kept
 
 
 def bound(op: Op, run: Callable[..., Tensor], args: tuple[Tensor, Tensor], config: Mapping[str, Any]) -> Callable[..., Tensor]:

@@ -36,13 +36,13 @@ def products(a_ptr, b_ptr, at, a_stride, b_stride, keep, ACC: tl.constexpr, COMP
 
 @triton.jit
 def dot_chunks(
-    a_ptr, b_ptr, out_ptr, length, chunks,
-    a_stride, b_stride, a_batch_stride, b_batch_stride,
-    BLOCK: tl.constexpr, COMPLEX: tl.constexpr, OVERLAP: tl.constexpr,
+    a_ptr, b_ptr, out_ptr, work_ptr, length, chunks,
+    a_stride, b_stride, a_batch_stride, b_batch_stride, counters,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, COMPLEX: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch, chunk) sums every chunks-th block of one pair of vectors into out[batch, chunk]."""
-    if OVERLAP:  # lets sum_chunks take its place on the card before this kernel ends; it still waits for the results
-        tl.extra.cuda.gdc_launch_dependents()
+    """Program (batch, chunk) sums every chunks-th block of one pair of vectors. The last one to end of each batch adds up what all have
+    found, in the order of the chunks, into out[batch]. CHUNKS is the power of two from `chunks` on. `work` begins with counters for
+    batches, zero before and after; then comes room for what they find. With one chunk it is not used."""
     ACC: tl.constexpr = tl.float64 if a_ptr.dtype.element_ty == tl.float32 else tl.float32
     batch = tl.program_id(0) // chunks
     chunk = tl.program_id(0) % chunks
@@ -63,28 +63,25 @@ def dot_chunks(
         real += x
         if COMPLEX:
             imag += y
-    out_at = tl.program_id(0).to(tl.int64)
-    kind: tl.constexpr = out_ptr.dtype.element_ty
-    if COMPLEX:
-        tl.store(out_ptr + 2 * out_at, tl.sum(real).to(kind))
-        tl.store(out_ptr + 2 * out_at + 1, tl.sum(imag).to(kind))
+    if CHUNKS == 1:
+        store(out_ptr + batch.to(tl.int64) * (2 if COMPLEX else 1), tl.sum(real.to(tl.float64)), tl.sum(imag.to(tl.float64)), COMPLEX)
     else:
-        tl.store(out_ptr + out_at, tl.sum(real.to(tl.float64)).to(kind))
+        each: tl.constexpr = 2 if COMPLEX else 1
+        found = work_ptr + counters // 2 + batch * chunks * each
+        store(found + chunk * each, tl.sum(real.to(tl.float64)), tl.sum(imag.to(tl.float64)), COMPLEX)
+        counter = work_ptr.to(tl.pointer_type(tl.int32)) + batch
+        tl.debug_barrier()
+        if tl.atomic_add(counter, 1, sem="acq_rel") == chunks - 1:
+            mine = tl.arange(0, CHUNKS)
+            keep = mine < chunks
+            total = tl.sum(tl.load(found + mine * each, mask=keep, other=0.0, cache_modifier=".cg"))  # written by others: not from L1
+            rest = tl.sum(tl.load(found + mine * each + 1, mask=keep, other=0.0, cache_modifier=".cg")) if COMPLEX else total
+            store(out_ptr + batch * each, total, rest, COMPLEX)
+            tl.store(counter, 0)
 
 
 @triton.jit
-def sum_chunks(partial_ptr, out_ptr, chunks, BLOCK: tl.constexpr, COMPLEX: tl.constexpr, OVERLAP: tl.constexpr):
-    """Program batch sums partial[batch, :chunks] into out[batch]."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    batch = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, BLOCK)
-    kind: tl.constexpr = out_ptr.dtype.element_ty
+def store(at, real, imag, COMPLEX: tl.constexpr):
+    tl.store(at, real.to(at.dtype.element_ty))
     if COMPLEX:
-        at = (batch * chunks + lane[:, None]) * 2 + tl.arange(0, 2)[None, :]  # [BLOCK, 2]
-        real, imag = tl.split(tl.load(partial_ptr + at, mask=(lane < chunks)[:, None], other=0.0))
-        tl.store(out_ptr + 2 * batch, tl.sum(real).to(kind))
-        tl.store(out_ptr + 2 * batch + 1, tl.sum(imag).to(kind))
-    else:
-        part = tl.load(partial_ptr + batch * chunks + lane, mask=lane < chunks, other=0.0)
-        tl.store(out_ptr + batch, tl.sum(part).to(kind))
+        tl.store(at + 1, imag.to(at.dtype.element_ty))
