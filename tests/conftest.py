@@ -1,5 +1,11 @@
 """Every test starts with no entries of this machine, no failures remembered and no settings."""
 
+import contextlib
+import gc
+import tempfile
+import time
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,6 +39,48 @@ def forget_everything():
     forget_tables()
     for op in OPS.values():
         op.failed.clear()
+
+
+@pytest.fixture(autouse=True)
+def _gives_memory_back(request):
+    """Several processes may test on one card (`pytest -n`), and torch keeps what is freed."""
+    yield
+    if "gpu" in request.keywords and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+NO_MEMORY = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR")  # the last is what cuDNN says of memory it could not get
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A GPU test for which there was no memory runs once more, when no other such test does, and then it counts."""
+    try:
+        return (yield)
+    except Exception as failure:
+        if "gpu" not in pyfuncitem.keywords or not any(text in str(failure) for text in NO_MEMORY):
+            raise
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with alone_among_large():
+        pyfuncitem.obj(**arguments)
+    return True
+
+
+@contextlib.contextmanager
+def alone_among_large():
+    """While one test holds this, others that had no memory wait; small ones go on."""
+    import fcntl
+
+    with (Path(tempfile.gettempdir()) / "turnout-large-gpu-test.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        gc.collect()
+        torch.cuda.empty_cache()
+        end = time.monotonic() + 60
+        while torch.cuda.mem_get_info()[0] < 0.7 * torch.cuda.mem_get_info()[1] and time.monotonic() < end:
+            time.sleep(0.2)
+        yield
+        torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(items):
