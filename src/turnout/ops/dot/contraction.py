@@ -120,7 +120,7 @@ def single_launch_cost(problem: Any, device: Device) -> float | None:
     if reading is None:
         return None
     alone = work(problem).bytes / (75e9 * min(problem.contraction().batch, device.units))
-    return max(10e-6, 3.5e-6 + max(alone, reading / 0.9))
+    return max(9e-6, 3.5e-6 + max(alone, reading / 0.9))
 
 
 # The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune` tries them all.
@@ -143,7 +143,7 @@ SINGLE_LAUNCH: Any = {
     "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "numerics": "close", "version": 1,
 }  # fmt: skip
 TWO_STAGE: Any = {
-    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=16.5e-6, start=5e-6, otherwise=0.9)),
+    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=11e-6, start=5e-6, otherwise=0.9)),
     "configs": two_stage_configs, "numerics": "close", "version": 1,
 }  # fmt: skip
 CPU_CHUNKS: Any = {
