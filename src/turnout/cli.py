@@ -144,8 +144,9 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
     device: Where = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has with the code as it is.")] = False,
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, e.g. benchmarks/results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
     tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
     export: Annotated[Path | None, typer.Option(help="With --tune: also write what was found into this table to ship.")] = None,
@@ -179,20 +180,20 @@ def bench(
     entries: list[Row] | None = [] if tuned else None
     for known in chosen:
         path = None if out is None else out / Device.of(where).slug / f"{known.name}.jsonl"
-        if path is not None:
-            path.unlink(missing_ok=True)
         found = []
-        cases = len(sweep.timed(known, where, only))
-        steps = sweep.sweep(known, where, ceiling, seconds=seconds, only=only, tuned=entries)
-        for row in track(steps, known.name, total=cases, console=errors, disable=json):
+        cases = [case for case in sweep.timed(known, where, only) if not missing or sweep.missing(known, case, where)]
+        steps = sweep.sweep(known, cases, where, ceiling, seconds=seconds, tuned=entries)
+        for row in track(steps, known.name, total=len(cases), console=errors, disable=json):
             found.append(row)
             if path is not None:
-                sweep.append_row(row, path)
+                sweep.keep_row(row, path, "case", "dtype")
             if export is not None and entries:
                 write(entries, Device.of(where), export)
         rows += found
-        if not json:
+        if found and not json:
             report.show(found, console)
+    if missing and not rows:
+        errors.print("nothing to measure: a table has every case with the code as it is")
     if json:
         for row in rows:
             print(json_format.dumps(row))
@@ -299,7 +300,7 @@ def race(
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the stock model races too.")] = False,
     rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
     seconds: Annotated[float, typer.Option(help="No new round after this long.")] = 20.0,
-    out: Annotated[Path | None, typer.Option(help="A folder: the row is added to <device>/race.jsonl, e.g. benchmarks/results.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG.")] = None,
     json: Json = False,
 ) -> None:
@@ -307,7 +308,7 @@ def race(
 
     [bold]Example[/bold]  turnout race wan-vae --report wan.html
     """
-    from turnout.bench.sweep import append_row
+    from turnout.bench.sweep import keep_row
     from turnout.race import page
     from turnout.race.run import race as run
     from turnout.routing.device import Device
@@ -320,7 +321,7 @@ def race(
             say=lambda step: status.update(f"{racer.describe(size)}: {step}"),
         )  # fmt: skip
     if out is not None:
-        append_row(found.row(), out / Device.of(where).slug / "race.jsonl")
+        keep_row(found.row(), out / Device.of(where).slug / "race.jsonl", "what", "dtype")
     if report is not None:
         page.write(found, report)
     if json:

@@ -101,6 +101,19 @@ def test_bench_writes_rows_and_a_picture(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_bench_replaces_rows_of_the_same_cases_and_leaves_others(tmp_path):
+    rows = tmp_path / "cpu" / "dot.jsonl"
+    words = ("bench", "dot", "--seconds", "0.05", "--device", "cpu", "--out", str(tmp_path), "--tune")
+    turnout(*words, "--only", "K=16 ")
+    before = rows.read_text().splitlines()
+    turnout(*words, "--only", "K=16 float32")
+    turnout(*words, "--only", "K=16 ", "--missing")  # were measured just now
+    after = rows.read_text().splitlines()
+    assert [json.loads(line)["case"] for line in after] == [json.loads(line)["case"] for line in before]
+    assert [line == old for line, old in zip(after, before, strict=True)] == [json.loads(line)["dtype"] != "float32" for line in after]
+    assert all("commit" in json.loads(line) for line in after)
+
+
 def test_tune_and_export(tmp_path):
     words = ("tune", "dot", "--budget", "2", "--device", "cpu", "--export", str(tmp_path / "t.json"))
     assert "rows in" in turnout(*words)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,11 @@ from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
-from turnout.routing.table import Row
+from turnout.routing.table import Row, Tables
 from turnout.routing.tune import measure, peak_mib, remember, rotating
 from turnout.routing.verify import Trial
+
+_HOME = Path(__file__).parents[3]  # of a checkout
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
@@ -106,6 +111,7 @@ def sweep_case(
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
         "versions": versions(),
+        "commit": commit(),
     }
     return row | ({"wrong": wrong} if wrong else {})
 
@@ -135,10 +141,10 @@ def _installed(package: str) -> str | None:
 
 
 def sweep(
-    op: Op, device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, only: str = "", tuned: list[Row] | None = None
+    op: Op, cases: Sequence[Case], device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, tuned: list[Row] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case whose name contains `only`."""
-    for case in timed(op, device, only):
+    """A row for each case."""
+    for case in cases:
         yield sweep_case(op, case, device, ceiling, seconds, tuned)
 
 
@@ -147,8 +153,30 @@ def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
     return [case for case in op.cases() if only in str(case) and (case.timed_on(device.type) or "tiny" in only)]
 
 
-def append_row(row: dict[str, Any], path: Path) -> None:
-    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing."""
+def missing(op: Op, case: Case, device: torch.device) -> bool:
+    """Whether no table has the times of a case with the code as it is: a kernel of a route changed, say, or a route is new."""
+    return not Tables.for_device(Device.of(device)).has(op, op.problem(*op.arguments(*case.make(device, 0))))
+
+
+def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
+    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It takes the place of the row with
+    the same values of these fields; others stay."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    places = [i for i, old in enumerate(rows) if all(old.get(field) == row[field] for field in same)]
+    rows[slice(*(places[0], places[0] + 1) if places else (len(rows), len(rows)))] = [row]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+
+@functools.cache
+def commit() -> str | None:
+    """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or git's name for it, with a plus
+    where files have changed since. None for an installed package."""
+    given = os.environ.get("TURNOUT_COMMIT")
+    if given or not (_HOME / ".git").exists():
+        return given
+    asked = ["git", "-C", str(_HOME), "describe", "--always", "--match=", "--dirty=+", "--abbrev=7"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.bench.sweep import commit
 from turnout.models.accelerate import Report, accelerate, restore
 from turnout.race.kernels import Trace, traced
 from turnout.race.models import RACERS, Settings
@@ -66,6 +67,7 @@ class Race:
         return {
             "model": self.model, "what": self.what, "dtype": self.dtype, "device": self.device, "speedup": round(self.speedup, 3),
             "lanes": lanes, "routes": routes, "kinds_ms": kinds, "patched": len(self.report.patched), "versions": self.versions,
+            "commit": commit(),
         }  # fmt: skip
 
 
