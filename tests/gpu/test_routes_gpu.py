@@ -220,6 +220,25 @@ def test_sums_in_parts_at_the_same_time(dtype):
     assert all(torch.equal(x, wanted[i % 4]) and torch.equal(y, wanted_batches) for i, (x, y) in enumerate(eager))
 
 
+def test_room_for_parts_is_no_graphs():
+    """What is kept from call to call must not lie in memory that a graph takes back: torch.compile looks for that, and says so."""
+    a, b = torch.randint(-3, 4, (2, 400_000), device=GPU).float()
+    wanted = torch.dot(a.double(), b.double()).float()
+    pool = torch.cuda.MemPool()
+    with turnout.pin(dot="two-stage"):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.use_mem_pool(pool):
+            found = turnout.dot(a, b)
+        torch.cuda.synchronize()
+        assert found == wanted
+        del found
+        assert not [block for segment in pool.snapshot() for block in segment["blocks"] if block["state"] == "active_allocated"]
+        step = torch.compile(lambda x, y: turnout.dot(x, y) + 1, mode="reduce-overhead", fullgraph=True)
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert step(a, b) == wanted + 1
+
+
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_more_than_2_31_elements(name, dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
 
@@ -190,8 +191,16 @@ def counters_and_room(where: torch.device, size: int) -> Tensor:
     stream = torch._C._cuda_getCurrentRawStream(where.index)
     kept = _kept_room.get((where.index, stream))
     if kept is None:
-        kept = _kept_room[where.index, stream] = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
+        with ThreadPoolExecutor(1) as other:
+            kept = _kept_room[where.index, stream] = other.submit(_new_room, where).result()
     return kept
+
+
+def _new_room(where: torch.device) -> Tensor:
+    """For another thread than the one that needs it: while torch.compile prepares a graph, all that its thread allocates is the graph's."""
+    room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
+    torch.cuda.current_stream(where).synchronize()
+    return room
 
 
 def bound(op: Op, run: Callable[..., Tensor], args: tuple[Tensor, Tensor], config: Mapping[str, Any]) -> Callable[..., Tensor]:
