@@ -116,11 +116,12 @@ def cost(**rates: Rate) -> Callable[[Any, Device], float | None]:
 
 
 def single_launch_cost(problem: Any, device: Device) -> float | None:
-    """One multiprocessor reads 75 GB/s at the most, so a few long sums leave most of the card idle."""
+    """One multiprocessor reads 30 to 55 GB/s, so a few long sums leave most of the card idle."""
     reading = device.seconds(work(problem).bytes)
     if reading is None:
         return None
-    alone = work(problem).bytes / (75e9 * min(problem.contraction().batch, device.units))
+    rate = {4: 42e9, 8: 30e9}.get(problem.a_dtype.itemsize, 55e9)
+    alone = work(problem).bytes / (rate * min(problem.contraction().batch, device.units))
     return max(9e-6, 3.5e-6 + max(alone, reading / 0.9))
 
 
