@@ -21,7 +21,7 @@ def test_golden_text_for_a_card_that_is_not_here():
         "  chosen  two-stage, by model: estimated 3.98x the reference\n"
         "  config  block=2048, warps=4, waves=8\n"
         "    as-dot         refused: device NVIDIA H200, this route needs a CPU\n"
-        "    single-launch  2670.2 us\n"
+        "    single-launch  3639.9 us\n"
         "    two-stage      51.3 us\n"
         "    cpu-chunks     refused: device NVIDIA H200, this route needs a CPU\n"
         "    reference      204.4 us"
