@@ -28,7 +28,7 @@ lint: setup
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 
-# On a machine with a CUDA GPU, with whatever torch and triton it has. Processes share the card: 15 of them take 7 minutes on an H200.
+# On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15
 gpu-test:
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(PROCESSES) tests

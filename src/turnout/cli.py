@@ -181,7 +181,8 @@ def bench(
     for known in chosen:
         path = None if out is None else out / Device.of(where).slug / f"{known.name}.jsonl"
         found = []
-        cases = [case for case in sweep.timed(known, where, only) if not missing or sweep.missing(known, case, where)]
+        with errors.status(f"{known.name}: looking for cases"):
+            cases = [case for case in sweep.timed(known, where, only) if not missing or sweep.missing(known, case, where)]
         steps = sweep.sweep(known, cases, where, ceiling, seconds=seconds, tuned=entries)
         for row in track(steps, known.name, total=len(cases), console=errors, disable=json):
             found.append(row)

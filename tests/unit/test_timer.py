@@ -30,4 +30,5 @@ def test_a_host_that_changes_its_speed_changes_no_difference():
     steadied = _steadied({"torch": [10.0, 10.0, 15.0, 15.0, 15.0], "turnout": [12.0, 12.0, 18.0, 18.0, 18.6]})
     assert steadied["torch"] == pytest.approx([15.0] * 4 + [15.0 * (18.0 / 18.6) ** 0.5])
     assert steadied["turnout"] == pytest.approx([18.0] * 4 + [18.0 * (18.6 / 18.0) ** 0.5])
-    assert _steadied({}) == {}
+    alone = {"torch": [10.0, 15.0]}
+    assert _steadied(alone) == alone

@@ -154,7 +154,7 @@ def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
 
 
 def missing(op: Op, case: Case, device: torch.device) -> bool:
-    """Whether no table has the times of a case with the code as it is: a kernel of a route changed, say, or a route is new."""
+    """Whether no table has the times of a case with the code as it is: the case is new, or what a route runs has changed."""
     return not Tables.for_device(Device.of(device)).has(op, op.problem(*op.arguments(*case.make(device, 0))))
 
 
@@ -162,10 +162,12 @@ def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
     """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It takes the place of the row with
     the same values of these fields; others stay."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    places = [i for i, old in enumerate(rows) if all(old.get(field) == row[field] for field in same)]
-    rows[slice(*(places[0], places[0] + 1) if places else (len(rows), len(rows)))] = [row]
+    place = next((i for i, old in enumerate(rows) if all(old.get(field) == row[field] for field in same)), len(rows))
+    rows[place : place + 1] = [row]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    part.replace(path)
 
 
 @functools.cache

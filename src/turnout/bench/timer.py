@@ -2,7 +2,8 @@
 
 A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one op after the other
 the longer of the two is felt, so that is the time of a variant; both parts are kept. The card's part is timed with events behind work
-that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for.
+that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for, as if the host's speed
+had been the same in all rounds.
 Variants take turns in one loop, in another order each time (a card that has just been hot runs slower: the same kernel took 8 % longer
 behind a heavier one), the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
 Read, not written: writing would leave dirty lines, and a call would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s).
@@ -104,9 +105,12 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
 
 def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Host times of all rounds as if the host had always had its usual speed. It changes by half and back within seconds, for all variants
-    of a round alike, and where that happens in the middle, the median of each is at one speed or the other by chance."""
+    of a round alike, and where that happens in the middle, the median of each is at one speed or the other by chance. The times of one
+    variant alone say nothing of the host's speed and stay as they are."""
+    if len(host_us) < 2:
+        return {name: list(taken) for name, taken in host_us.items()}
     rounds = [statistics.geometric_mean(taken) for taken in zip(*host_us.values(), strict=True)]
-    usual = statistics.median(rounds) if rounds else 1.0
+    usual = statistics.median(rounds)
     return {name: [us * usual / speed for us, speed in zip(taken, rounds, strict=True)] for name, taken in host_us.items()}
 
 

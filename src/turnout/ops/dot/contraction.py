@@ -18,6 +18,9 @@ from turnout.routing.op import Op, Work
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COUNTERS = 4096  # of sums that are taken in parts, 4 bytes each
+_MOST_ROOM = 16384  # for the parts, 8 bytes each: more than any card we know takes
+_kept_room: dict[tuple[int, int], Tensor] = {}  # by device and stream
 
 
 class Pair(NamedTuple):
@@ -165,7 +168,8 @@ def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves
 
     sums, dtype = problem.contraction(), problem.a_dtype
     parts = 2 if dtype.is_complex else 1
-    chunks = max(1, min(Device.of(where).units * waves // sums.batch, sums.length // block)) if sums.batch <= COUNTERS else 1
+    chunks = max(1, min(Device.of(where).units * waves // sums.batch, sums.length // block))
+    chunks = chunks if sums.batch <= COUNTERS else 1
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
     run = repeated(dot_chunks, sums.batch * chunks, where, numbers, constants, warps=warps)
@@ -177,11 +181,6 @@ def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves
         return out
 
     return summed
-
-
-COUNTERS = 4096  # of 4 bytes
-_MOST_ROOM = 16384  # of 8 bytes: more than any card we know takes
-_kept_room: dict[tuple[int, int], Tensor] = {}
 
 
 def counters_and_room(where: torch.device, size: int) -> Tensor:
