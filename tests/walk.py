@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.ops.launching import planned_once
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
@@ -57,6 +58,18 @@ def lets_pass(op, run, args):
     return None
 
 
+def elsewhere(args, off=0):
+    """The same arguments in other places, so many elements off."""
+
+    def moved(x):
+        span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        there = torch.zeros(span + off, dtype=x.dtype, device=x.device)
+        there[off:] = x.as_strided((span,), (1,))
+        return there.as_strided(x.shape, x.stride(), off)
+
+    return tuple(moved(x) if isinstance(x, torch.Tensor) and x.numel() else x for x in args)
+
+
 def calls(op, route, device, target, count, seeds=range(100_000)):
     """`count` random calls on `device` that the route takes on the device `target`."""
     found = []
@@ -95,5 +108,6 @@ ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
 launching_routes = _parametrised(LAUNCHING)
+planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is planned_once])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])

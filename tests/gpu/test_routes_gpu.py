@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import turnout
-from tests.walk import contractions, equal, gpu_routes, launching_routes, lets_pass, random_call
+from tests.walk import contractions, elsewhere, equal, gpu_routes, launching_routes, lets_pass, planned_routes, random_call
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.tune import measure, peak_mib
@@ -31,7 +31,7 @@ def test_every_route_takes_every_case_right(op, case):
         if any(route.refuses(problem, device)):
             continue
         for config in route.configs(problem, device)[:1]:
-            run = functools.partial(route.run, **config)
+            run = route.ready(args, config)
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
             assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
@@ -189,6 +189,42 @@ def test_repeated_launches_take_what_is_new(name, dtype):
                     torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype)) for x, y in zip(found, wanted, strict=True)
                 )
     assert len(heard) == 2 * len(wanted)
+
+
+@planned_routes
+def test_a_launch_planned_once_takes_what_is_new(op, route):
+    """Other addresses, another alignment, another stream, a profiler that begins to listen."""
+    from triton import knobs
+
+    heard, taken, expected = [], 0, 0
+    hook, device, stream = knobs.runtime.launch_enter_hook, Device.of(GPU), torch.cuda.Stream()
+    for seed in range(2000):
+        args = elsewhere(random_call(op, seed, GPU))
+        if any(route.refuses(op.problem(*args), device)):
+            continue
+        config = route.configs(op.problem(*args), device)[0]
+        ready, plain = route.ready(args, config), functools.partial(route.run, **config)
+        if isinstance(ready, functools.partial):  # something is moved before the launch
+            continue
+        taken += 1
+        for listening, off in ((False, 0), (False, 0), (True, 0), (False, 0), (False, 1), (True, 1), (False, 0)):
+            given = elsewhere(args, off)
+            wanted = outputs(op, plain, given)
+            if listening:
+                hook.add(heard.append)
+                expected += 1
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                found = outputs(op, ready, given)
+            if listening:
+                hook.remove(heard.append)
+            stream.synchronize()
+            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), (seed, listening, off)
+            assert [(x.dtype, x.stride()) for x in found] == [(x.dtype, x.stride()) for x in wanted]
+        if taken == 8:
+            break
+    assert taken == 8
+    assert len(heard) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])

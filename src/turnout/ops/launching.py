@@ -9,6 +9,7 @@ address: an allocator that keeps what is freed hands out the same ones again and
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -66,28 +67,94 @@ def launch(
 
 def repeated(
     kernel: Any, programs: int, device: torch.device, numbers: tuple, constants: Mapping[str, Any], *, warps: int, **options: Any
-) -> Callable[..., None]:  # fmt: skip
-    """`launch` for tensors on one device that differ from time to time in nothing but their addresses: those alone are looked at. Complex
-    tensors count as their real views."""
+) -> Callable[..., bool]:  # fmt: skip
+    """`launch` for tensors on one device that differ from time to time in nothing but their addresses: those alone are looked at. Says
+    whether it has launched: not where 16 bytes do not divide all addresses. Complex tensors count as their real views."""
     cuda, index, rest = device.type == "cuda", device.index, (*numbers, *constants.values())
-    ready = Compiled(None, None)  # for addresses that 16 bytes divide
+    ready = Compiled(None, None)
 
-    def again(*tensors: Tensor) -> None:
+    def again(*tensors: Tensor | None) -> bool:
         nonlocal ready
-        addresses = [x.data_ptr() for x in tensors]
-        fits = cuda and not functools.reduce(operator.or_, addresses) & 15 and torch._C._cuda_getDevice() == index
-        if fits and ready.launcher is not None:
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if functools.reduce(operator.or_, addresses) & 15:
+            return False
+        here = cuda and torch._C._cuda_getDevice() == index
+        if here and ready.launcher is not None:
             enter, leave = _hooks
             if not (enter.calls or leave.calls):
                 ready.launcher(programs, 1, 1, torch._C._cuda_getCurrentRawStream(index), *ready.between, *addresses, *rest)
-                return
-        real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
+                return True
+        real = tuple([torch.view_as_real(x) if x is not None and x.is_complex() else x for x in tensors])
         launch(kernel, programs, real, numbers, constants, warps=warps, **options)
-        if fits and ready.kernel is None:
+        if here and ready.kernel is None:
             compiled = kernel.warmup(*real, *numbers, **constants, grid=(programs,), num_warps=warps, **options)  # what was just launched
             ready = ready if compiled is None else _in_short(compiled)
+        return True
 
     return again
+
+
+class Planned(NamedTuple):
+    """The only launch of a route, as `launch` takes it, and what the route returns: fresh tensors which that launch fills, or None."""
+
+    kernel: Any
+    programs: int
+    tensors: tuple[Tensor | None, ...]
+    numbers: tuple
+    constants: Mapping[str, Any]
+    outputs: Tensor | tuple[Tensor, ...] | None
+    warps: int
+    options: Mapping[str, Any] = {}
+
+
+def one_launch(plan: Callable[..., Planned]) -> Callable[..., Any]:
+    """A route from what plans its only launch and allocates its outputs, and does nothing else."""
+
+    @functools.wraps(plan)
+    def run(*args: Any, **config: Any) -> Any:
+        planned = plan(*args, **config)
+        launch(*planned[:5], warps=planned.warps, **planned.options)
+        return planned.outputs
+
+    return run
+
+
+def planned_once(run: Callable[..., Any], args: tuple, config: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What binds a route of `one_launch`: one plan for all calls that differ in nothing but addresses. A plan may depend on whether 16
+    bytes divide them, so a call where they do not has its own. None where a tensor is moved before the launch, and where it cannot be told
+    which argument is which, as two lie in one place."""
+    planned: Planned = inspect.unwrap(run.func if isinstance(run, functools.partial) else run)(*args, **config)
+    outputs = planned.outputs
+    fresh = [outputs] if isinstance(outputs, Tensor) else list(outputs or ())
+    places = _places(planned.tensors, [*args, *fresh])
+    if places is None:
+        return None
+    make = [functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in fresh]
+    kernel, programs, (first, *_), numbers, constants, *_ = planned
+    assert first is not None
+    again = repeated(kernel, programs, first.device, numbers, constants, warps=planned.warps, **planned.options)
+    pick, single, nothing = operator.itemgetter(*places), isinstance(outputs, Tensor), outputs is None
+
+    def call(*args: Any) -> Any:
+        made = [one() for one in make]
+        if not again(*pick((*args, *made, None))):
+            return run(*args)
+        return made[0] if single else None if nothing else tuple(made)
+
+    return call
+
+
+def _places(tensors: tuple[Tensor | None, ...], among: list[Any]) -> list[int] | None:
+    """Where each of some tensors is found in a list, by its address: -1 for None. None where that is not certain."""
+    known = {i: x for i, x in enumerate(among) if isinstance(x, Tensor) and x.numel()}
+    at = {x.data_ptr(): i for i, x in known.items()}
+    if len(at) < len(known) or any(address & 15 for address in at):
+        return None
+    places = [-1 if x is None else at.get(x.data_ptr()) for x in tensors]
+    for x, i in zip(tensors, places, strict=True):
+        if x is not None and (i is None or x.dtype not in (known[i].dtype, known[i].dtype.to_real())):
+            return None
+    return places  # pyright: ignore[reportReturnType]
 
 
 def _arguments(tensors: tuple[Any, ...], kernel: Any) -> list[Any]:

@@ -67,7 +67,7 @@ class Route:
     def ready(self, args: tuple, config: Config) -> Callable[..., Any]:
         """`run` with a configuration, for calls with the facts of these arguments: `bound` has worked out what follows from them."""
         run = functools.partial(self.run, **config) if config else self.run
-        return (self.bound(run, args, {**(self.run.__kwdefaults__ or {}), **config}) if self.bound else None) or run
+        return (self.bound(run, args, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config}) if self.bound else None) or run
 
 
 class Work(NamedTuple):

@@ -52,7 +52,7 @@ def followed(*functions: Callable) -> dict[Place, Definition]:
                 take(*method)
 
     for function in functions:
-        function = function.func if isinstance(function, functools.partial) else function
+        function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
         file, name = Path(inspect.getfile(function)), function.__qualname__
         take((file, name), _definitions(file)[name])
     while waiting:

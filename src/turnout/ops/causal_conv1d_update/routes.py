@@ -12,6 +12,7 @@ from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
 from turnout.ops.causal_conv1d.routes import LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
+from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -58,13 +59,15 @@ def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Conf
     return [{"channels": channels, "warps": max(1, channels // 32)} for channels in sizes]
 
 
-@CAUSAL_CONV1D_UPDATE.route("one-launch", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_launch_configs, numerics="close", version=1)
-def one_launch(
+@CAUSAL_CONV1D_UPDATE.route(
+    "one-launch", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_launch_configs, bound=planned_once, numerics="close", version=1
+)
+@one_launch
+def on_gpu(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, *, channels: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+) -> Planned:  # fmt: skip
     from turnout.ops.causal_conv1d_update.kernels import update
-    from turnout.ops.launching import launch
 
     new, y, out = with_axis(x)
     (batch, dim, length), size = new.shape, conv_state.shape[2]
@@ -78,8 +81,8 @@ def one_launch(
     }  # fmt: skip
     numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
     shift, lengths, slots = (None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices))
-    launch(update, batch * ceil_div(dim, channels), (new, conv_state, weight, shift, y, lengths, slots), numbers, constants, warps=warps)
-    return out
+    tensors = (new, conv_state, weight, shift, y, lengths, slots)
+    return Planned(update, batch * ceil_div(dim, channels), tensors, numbers, constants, out, warps)
 
 
 def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

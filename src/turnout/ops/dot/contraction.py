@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.launching import repeated
+from turnout.ops.launching import launch, repeated
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -172,12 +172,16 @@ def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves
     chunks = chunks if sums.batch <= COUNTERS else 1
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
-    run = repeated(dot_chunks, sums.batch * chunks, where, numbers, constants, warps=warps)
+    programs = sums.batch * chunks
+    again = repeated(dot_chunks, programs, where, numbers, constants, warps=warps)
     strides, room = torch.empty(sums.output, device="meta").stride(), sums.batch * chunks * parts
 
     def summed(a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty_strided(sums.output, strides, dtype=dtype, device=where)  # quicker than torch.empty
-        run(a, b, out, out if chunks == 1 else counters_and_room(where, room))
+        tensors = a, b, out, out if chunks == 1 else counters_and_room(where, room)
+        if not again(*tensors):
+            real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
+            launch(dot_chunks, programs, real, numbers, constants, warps=warps)
         return out
 
     return summed

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from turnout.ops.causal_conv1d.launches import ceil_div
-from turnout.ops.launching import launch
+from turnout.ops.launching import Planned
 from turnout.ops.layouts import VECTOR_BYTES, misaligned, side_by_side, widest_vector
 
 Sizes = tuple[int, ...]
@@ -54,10 +54,11 @@ def plan(
     return Plan(kernel, batch * ceil_div(length, tokens), (length, *numbers), constants)
 
 
-def one_launch(
+def planned(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, y: Tensor | None, h: Tensor | None, eps: float, tokens: int, channels: int, warps: int,
-) -> None:  # fmt: skip
+    outputs: Tensor | tuple[Tensor, ...],
+) -> Planned:  # fmt: skip
     weight, bias = side_by_side(weight, bias)
     placed = (x, residual, gate, scale, shift)
     modulations = (gate, weight, bias, scale, shift)
@@ -66,4 +67,4 @@ def one_launch(
         x.element_size(), max([2, *(t.element_size() for t in modulations if t is not None)]), misaligned(x, residual, y, h),
         misaligned(*modulations), tokens, channels, warps,
     )  # fmt: skip
-    launch(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, warps=warps)
+    return Planned(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, outputs, warps)

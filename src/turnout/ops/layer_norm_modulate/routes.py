@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE, LayerNormModulate, work
-from turnout.ops.layer_norm_modulate.launches import one_launch
+from turnout.ops.layer_norm_modulate.launches import planned
 from turnout.ops.layouts import VECTOR_BYTES
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -51,19 +53,25 @@ def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
     return [{"tokens": tokens, "channels": channels, "warps": 4} for tokens in (least, 2 * least)[:tries]]
 
 
-@LAYER_NORM_MODULATE.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
+ROWS: Any = {
+    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "bound": planned_once, "numerics": "close", "version": 1,
+}  # fmt: skip
+
+
+@LAYER_NORM_MODULATE.route("rows", **ROWS)
+@one_launch
 def rows(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, eps: float, *, tokens: int = 1, channels: int = 1024, warps: int = 4,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Planned:  # fmt: skip
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = None if residual is None else torch.empty_like(y)
-    one_launch(x, residual, gate, weight, bias, scale, shift, y, h, eps, tokens, channels, warps)
-    return y, x.new_empty(0) if h is None else h
+    outputs = y, x.new_empty(0) if h is None else h
+    return planned(x, residual, gate, weight, bias, scale, shift, y, h, eps, tokens, channels, warps, outputs)
 
 
-@GATED_ADD.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
-def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> Tensor:
+@GATED_ADD.route("rows", **ROWS)
+@one_launch
+def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> Planned:
     h = torch.empty_like(x, memory_format=torch.contiguous_format)
-    one_launch(x, residual, gate, None, None, None, None, None, h, 0.0, tokens, channels, warps)
-    return h
+    return planned(x, residual, gate, None, None, None, None, None, h, 0.0, tokens, channels, warps, h)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.launching import launch
+from turnout.ops.launching import Planned
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.norm_rope.checks import table_kind
 
@@ -77,11 +77,11 @@ def plan(
     return Plan(kernel, groups * tiles * batch, q_out, k_out, numbers, constants)
 
 
-def one_launch(
+def planned(
     streams: tuple[Tensor | None, ...], weights: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | None, eps: float,
     norm: str, rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
     *, tokens: int, heads: int, chunks: int, warps: int, by_head: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> Planned:  # fmt: skip
     q, kind = streams[0], table_kind(cos, rotary)
     assert q is not None
     if kind == "complex" and cos is not None:
@@ -97,8 +97,7 @@ def one_launch(
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
     flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
     # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the kernel.
-    launch(
+    return Planned(
         kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags},
-        warps=warps, enable_fp_fusion=False,
+        (q_out, q.new_empty(0) if k_out is None else k_out), warps, {"enable_fp_fusion": False},
     )  # fmt: skip
-    return q_out, q.new_empty(0) if k_out is None else k_out

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import flat
 from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
 from turnout.ops.norm_rope.checks import table_kind
-from turnout.ops.norm_rope.launches import one_launch, out_steps, table_steps
+from turnout.ops.norm_rope.launches import out_steps, planned, table_steps
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -84,15 +86,19 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     return [in_order, *found[:tries]] if problem.table == "none" and problem.out_layout == "bhsd" else found[:tries]
 
 
-@NORM_ROPE.route("rotate", refuses=refuses_exact, cost=gpu_cost, configs=one_pass_configs, numerics="exact", version=1)
-@NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_pass_configs, numerics="close", version=1)
+ONE_PASS: Any = {"cost": gpu_cost, "configs": one_pass_configs, "bound": planned_once, "version": 1}
+
+
+@NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)
+@NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, numerics="close", **ONE_PASS)
+@one_launch
 def one_pass(
     q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
     rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
     *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4, by_head: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return one_launch(
+) -> Planned:  # fmt: skip
+    return planned(
         (q, q2, k, k2), (q_weight, q2_weight, k_weight, k2_weight), cos, sin, eps, norm, rotary, pairing, out_layout,
         round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps, by_head=by_head,
     )  # fmt: skip

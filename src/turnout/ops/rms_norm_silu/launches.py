@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from turnout.ops.causal_conv1d.launches import ceil_div
-from turnout.ops.launching import launch
+from turnout.ops.launching import Planned
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
 
@@ -59,9 +59,10 @@ def planes_plan(
 
 def along(
     plan: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
-    *tile: int, warps: int,
-) -> None:  # fmt: skip
-    """Launch what one of the plans says."""
+    *tile: int, warps: int, outputs: Tensor | None,
+) -> Planned:  # fmt: skip
+    """The launch that one of the plans says."""
     kernel, programs, numbers, constants = plan(x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile)
     flags = {"CLAMP": style == "normalize", "WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
-    launch(kernel, programs, (x, *side_by_side(weight, bias), out), (eps, *numbers), {**constants, **flags}, warps=warps)
+    tensors = (x, *side_by_side(weight, bias), out)
+    return Planned(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, outputs, warps)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import VECTOR_BYTES, flat
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
 from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan
@@ -97,40 +99,50 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
     return [{"positions": positions, "channels": size // positions, "warps": n} for size, n in tiles[: tries(problem)]]
 
 
-@RMS_NORM_SILU.route("rows", refuses=refuses_rows, cost=gpu_cost(0.85), configs=rows_configs, numerics="close", version=1)
+ROWS: Any = {
+    "refuses": refuses_rows, "cost": gpu_cost(0.85), "configs": rows_configs, "bound": planned_once, "numerics": "close", "version": 1,
+}  # fmt: skip
+PLANES: Any = {
+    "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "bound": planned_once, "numerics": "close", "version": 1,
+}  # fmt: skip
+
+
+@RMS_NORM_SILU.route("rows", **ROWS)
+@one_launch
 def rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> Tensor:  # fmt: skip
+) -> Planned:  # fmt: skip
     out = torch.empty_like(x)
-    along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps)
-    return out
+    return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out)
 
 
-@RMS_NORM_SILU_INTO.route("rows", refuses=refuses_rows, cost=gpu_cost(0.85), configs=rows_configs, numerics="close", version=1)
+@RMS_NORM_SILU_INTO.route("rows", **ROWS)
+@one_launch
 def rows_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> None:  # fmt: skip
-    along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps)
+) -> Planned:  # fmt: skip
+    return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None)
 
 
-@RMS_NORM_SILU.route("planes", refuses=refuses_planes, cost=gpu_cost(0.52), configs=planes_configs, numerics="close", version=1)
+@RMS_NORM_SILU.route("planes", **PLANES)
+@one_launch
 def planes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> Tensor:  # fmt: skip
+) -> Planned:  # fmt: skip
     out = torch.empty_like(x)
-    along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps)
-    return out
+    return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=out)
 
 
-@RMS_NORM_SILU_INTO.route("planes", refuses=refuses_planes, cost=gpu_cost(0.52), configs=planes_configs, numerics="close", version=1)
+@RMS_NORM_SILU_INTO.route("planes", **PLANES)
+@one_launch
 def planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> None:  # fmt: skip
-    along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps)
+) -> Planned:  # fmt: skip
+    return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=None)
 
 
 # Routes on a CPU

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.selective_scan.routes import MOST_STATES, fewer_channels
 from turnout.ops.selective_scan_update import SELECTIVE_SCAN_UPDATE, SelectiveScanUpdate, work
 from turnout.routing.device import Device
@@ -37,12 +38,14 @@ def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
     return [{"channels": fewer_channels(problem.states, problem.batch, problem.dim, device.units), "warps": 1}]
 
 
-@SELECTIVE_SCAN_UPDATE.route("one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=1)
-def one_launch(
+@SELECTIVE_SCAN_UPDATE.route(
+    "one-launch", refuses=refuses, cost=cost, configs=configs, bound=planned_once, numerics="close", version=1
+)  # fmt: skip
+@one_launch
+def on_gpu(
     x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, log_rates: bool, *, channels: int = 32, warps: int = 1,
-) -> Tensor:  # fmt: skip
-    from turnout.ops.launching import launch
+) -> Planned:  # fmt: skip
     from turnout.ops.selective_scan.kernels import scan
 
     (batch, dim), states = x.shape, A.shape[1]
@@ -57,5 +60,5 @@ def one_launch(
         "STEPS": 1,
     }  # fmt: skip
     skip, bias = D if D is None else D.contiguous(), dt_bias if dt_bias is None else dt_bias.contiguous()
-    launch(scan, batch * ceil_div(dim, channels), (x, dt, A, B, C, skip, z, bias, state, y, state), numbers, constants, warps=warps)
-    return y
+    tensors = (x, dt, A, B, C, skip, z, bias, state, y, state)
+    return Planned(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, y, warps)
