@@ -8,7 +8,7 @@ import torch
 
 from turnout.ops.attention import ATTENTION, like_queries, routes
 from turnout.ops.attention.launches import run_combine, run_flash
-from turnout.routing.verify import Trial
+from turnout.routing.verify import Trial, truth
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:divide by zero encountered"),
@@ -66,6 +66,26 @@ def test_large_scores_and_nothing_to_see():
     out = run_with(16, 16)(*args)
     assert Trial(ATTENTION, args).complaint("close", run_with(16, 16)) is None
     assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("lengths", [None, [[9, 3], [0, 0]], [[0, 4], [1, 0]]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_infinite_scores(causal, lengths, masked):
+    """NaN for a query that sees a score of +inf, and for no other: zero where all that it sees is -inf."""
+    q, k, v, mask, *_ = call(20, 18, 16, causal, False, masked)
+    q[..., 1], k[..., 1] = torch.inf, -1.0
+    k[:, :, 12:15, 1] = 1.0
+    args = (q, k, v, mask, causal, 0.25, None if lengths is None else torch.tensor(lengths, dtype=torch.int32), [])
+    at = torch.arange(18)
+    sees = torch.ones(2, 1, 20, 18, dtype=torch.bool) if mask is None else mask.expand(2, 1, 20, 18)
+    if lengths is not None:
+        sees = sees & ((at < args[6][:, :1]) | (at >= 18 - args[6][:, 1:]))[:, None, None]
+    if causal:
+        sees = sees & (at <= torch.arange(20)[:, None])
+    expected = torch.where(sees[..., 12:15].any(-1, keepdim=True), torch.nan, 0.0).expand(q.shape)
+    for out in (run_with(16, 16)(*args), *truth(ATTENTION, args)):
+        torch.testing.assert_close(out.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_padding_is_not_read_into_the_result():

@@ -110,6 +110,23 @@ def test_nan_is_not_lost(keys):
     assert torch.equal(turnout.attention(q, k, v).isnan(), expected)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("causal", [False, True])
+def test_float64_is_what_others_are_held_against(kv_heads, causal):
+    """With infinite scores where nobody looks, which torch's own masks make NaN."""
+    q, k, v = (x.double() for x in tensors(kv_heads=kv_heads))
+    allowed = torch.rand(2, 1, 9, 13, generator=torch.Generator().manual_seed(1)) < 0.5
+    allowed[..., 5], allowed[0, :, 3] = False, False
+    seen = allowed & (torch.arange(13) <= torch.arange(9)[:, None]) if causal else allowed
+    expected = by_hand(q, k, v, seen)
+    k[:, :, 5] = torch.inf
+    for mask in (allowed, torch.where(allowed, 0.0, -torch.inf).double()):
+        torch.testing.assert_close(turnout.attention(q, k, v, mask=mask, causal=causal), expected)
+    k[:, :, 5] = 0.0
+    given = [x[..., :2].clone().requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *x: turnout.attention(*x, mask=allowed, causal=causal), given)
+
+
 def test_large_scores_stay_finite():
     q, k, v = tensors()
     close(turnout.attention(100 * q, 100 * k, v), by_hand(100 * q, 100 * k, v))

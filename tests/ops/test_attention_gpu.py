@@ -86,6 +86,22 @@ def _problem(shape):
     return ATTENTION.problem(*ATTENTION.arguments(*tensors(*shape)))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("splits", [0, 1, 2])
+def test_infinite_scores(splits, causal):
+    """NaN for a query that sees a score of +inf, zero where all that it sees is -inf. 0 splits: the kernel in plain Triton."""
+    q, k, v = tensors(1, 2, 1, 270, 300, 320)
+    q[:, 1, ::2, 5], k[..., 5], k[:, :, 200, 5] = torch.inf, -1.0, 1.0
+    if splits and not hopper():
+        return
+    found = run_wide_hopper(q, k, v, causal, 0.05, splits) if splits else run_flash(q, k, v, None, causal, 0.05, None, 64, 32, 8, 1)
+    infinite = torch.zeros(1, 2, 270, 1, dtype=torch.bool, device=GPU)
+    infinite[:, 1, ::2] = True
+    lost = infinite & (torch.arange(270, device=GPU) >= (200 if causal else 0))[:, None]
+    assert torch.equal(found.isnan(), lost.expand(found.shape))
+    assert torch.equal(found == 0, (infinite & ~lost).expand(found.shape))
+
+
 def test_a_view_that_starts_anywhere():
     """TMA needs addresses that are multiples of 16 bytes. So does torch's own kernel, which raises, hence the comparison with a copy."""
     q, k, v = tensors(1, 1, 1, 200, 300, 512)
