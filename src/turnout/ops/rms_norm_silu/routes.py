@@ -62,7 +62,7 @@ def gpu_cost(share: float) -> Callable[[RmsNormSilu, Device], float | None]:
 
     def seconds(problem: RmsNormSilu, device: Device) -> float | None:
         moving = device.seconds(work(problem).bytes)
-        return None if moving is None or device.type != "cuda" else max(26e-6, 4e-6 + moving / share)
+        return None if moving is None or device.type != "cuda" else max(15e-6, 4e-6 + moving / share)
 
     return seconds
 
