@@ -7,15 +7,17 @@ import random
 import re
 import struct
 import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import turnout
 from turnout.cli import app
 from turnout.models.accelerate import Entry, Report
 from turnout.race import page, pictures
-from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of
+from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of, launched_in, traced
 from turnout.race.looks import LOOKS, STYLE
 from turnout.race.models import RACERS, Racer
 from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, psnr, race
@@ -225,6 +227,35 @@ def test_trace_adds_up():
     trace = Trace([Kernel("conv_a", 0.0, 2.0), Kernel("conv_b", 2.0, 1.0), Kernel("Memcpy", 3.0, 0.5)])
     assert trace.by_kind() == {"conv": 3.0, "copy": 0.5}
     assert trace.longest(1) == [("conv_a", 1, 2.0)]
+
+
+def event(name, start=0.0, end=0.0, number=0, where="CPU"):
+    """As torch's profiler gives them, in microseconds."""
+    device, times = SimpleNamespace(name=where), SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, id=number, device_type=device, time_range=times, device_time=end - start)
+
+
+def test_kernels_belong_to_the_call_that_launched_them():
+    """By the number of their launch, whenever they run; of calls in one another to the inner one."""
+    calls = [event("turnout::a/x", 0, 100), event("turnout::b/y", 20, 50), event("turnout::a/x", 200, 300)]
+    others = [
+        event("cudaLaunchKernel", 10, 12, 1), event("cuLaunchKernelEx", 30, 31, 2), event("cuLaunchKernelEx", 150, 151, 3),
+        event("cudaMemcpyAsync", 210, 220, 4), event("aten::add", 230, 240, 5),
+    ]  # fmt: skip
+    kernels = [event(f"kernel {i}", 1000 * i, 1000 * i + ms * 1000, i, "CUDA") for i, ms in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 16))]
+    ranges = [event("turnout::a/x", 1000, 4000, 1, "CUDA")]  # a range repeats its kernels
+    assert launched_in(calls, [*calls, *others, *kernels, *ranges]) == [1.0, 2.0, 8.0]
+
+
+@pytest.mark.gpu
+def test_kernels_of_ours_have_time_in_a_trace():
+    x = torch.randn(1, 96, 4, 120, 208, device="cuda").to(memory_format=torch.channels_last_3d)
+    weight = torch.ones(96, device="cuda")
+    with turnout.pin(rms_norm_silu="rows"):
+        turnout.rms_norm_silu(x, weight, eps=1e-6)
+        trace = traced(lambda: [turnout.rms_norm_silu(x, weight, eps=1e-6) for _ in range(3)], torch.device("cuda"), routes=True)
+    assert [(share.op, share.route, share.calls) for share in trace.routes] == [("rms_norm_silu", "rows", 3)]
+    assert trace.routes[0].ms == pytest.approx(trace.busy, rel=0.01)
 
 
 def test_psnr():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +28,8 @@ KINDS = {
     "reduce": ("reduce", "::sum", "::mean", "softmax"),
     "elementwise": ("elementwise", "::mul", "::add", "::silu", "::sigmoid", "::div", "::sub", "::pow", "::rsqrt", "::clamp", "::exp"),
 }
+
+LAUNCH = re.compile("(cuda|cu|hip)[A-Z]")  # how calls of the driver are named: cudaLaunchKernel, cuLaunchKernelEx, hipLaunchKernel
 
 
 def kind_of(name: str) -> str:
@@ -101,14 +105,35 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
     ]
     kernels = [kernel for kernel in kernels if kernel.length > 0]
     trace = Trace(sorted(kernels, key=lambda kernel: kernel.start))
+    calls = [event for event in events if event.name in why and event.device_type.name == "CPU"]
+    spent = launched_in(calls, events) if on_gpu else [event.cpu_time_total / 1e3 for event in calls]
     taken: dict[str, list[float]] = collections.defaultdict(list)
-    for event in events:
-        if event.name in why and event.device_type.name == "CPU":
-            taken[event.name].append((event.device_time_total if on_gpu else event.cpu_time_total) / 1e3)
+    for event, ms in zip(calls, spent, strict=True):
+        taken[event.name].append(ms)
     for name, times in sorted(taken.items(), key=lambda item: -sum(item[1])):
         op, _, route = name.removeprefix("turnout::").partition("/")
         trace.routes.append(Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name]))
     return trace
+
+
+def launched_in(calls: list[Any], events: list[Any]) -> list[float]:
+    """Milliseconds of the kernels that were launched within each of these ranges of the host; of ranges in one another within the inner
+    one. The profiler itself knows this only of kernels that torch launches, not of Triton's: those have nothing but the number of their
+    launch, which the driver's call has too."""
+    order = sorted(range(len(calls)), key=lambda i: calls[i].time_range.start)
+    starts = [calls[i].time_range.start for i in order]
+    launches = {event.id: event.time_range.start for event in events if event.device_type.name == "CPU" and LAUNCH.match(event.name)}
+    names = {event.name for event in calls}
+    spent = [0.0] * len(calls)
+    for kernel in events:
+        at = launches.get(kernel.id) if kernel.device_type.name == "CUDA" and kernel.name not in names else None
+        if at is None:
+            continue
+        for i in reversed(order[: bisect.bisect_right(starts, at)]):
+            if at <= calls[i].time_range.end:
+                spent[i] += kernel.device_time / 1e3
+                break
+    return spent
 
 
 @contextlib.contextmanager
