@@ -60,7 +60,7 @@ def refuses_exact(problem: NormRope, device: Device) -> Iterator[str]:
 def gpu_cost(problem: NormRope, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(22e-6, 4e-6 + moving / 0.76)
+    return None if moving is None or device.type != "cuda" else max(9e-6 + 6e-6 * len(problem.heads), 4e-6 + moving / 0.76)
 
 
 def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
