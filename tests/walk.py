@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.ops.launching import planned_once
+from turnout.launch import prepare_from_plan
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
@@ -108,6 +108,6 @@ ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
 launching_routes = _parametrised(LAUNCHING)
-planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is planned_once])
+planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is prepare_from_plan])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])
