@@ -103,8 +103,37 @@ def test_a_stream_stays_with_its_way(all_large):
     stream, z = DecodeStream(model), random(1, 4, 1, 3, 4).bfloat16()
     with torch.no_grad():
         stream.decode(z)
-    with pytest.raises(RuntimeError, match="same for all of its latents"):
+    with pytest.raises(ValueError, match=r"gradients True; this clip began with gradients False, .* same for all of its latents"):
         stream.decode(z)
+
+
+@torch.no_grad()
+def test_hook_that_changes_how_a_block_keeps_frames_is_refused(all_large):
+    model = made("wan", torch.bfloat16)
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 3, 3, 4).bfloat16()
+    expected = DecodeStream(model).decode(z)
+    parts = [stream.decode(z[:, :, :1])]
+    hook = model.decoder.up_blocks[-1].register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match=r"a hook was added to, or removed from, a block .* call reset\(\)"):
+        stream.decode(z[:, :, 1:])
+    hook.remove()
+    assert torch.equal(torch.cat([*parts, stream.decode(z[:, :, 1:])], 2), expected)
+
+
+def test_ring_may_leave_inference_mode(all_large):
+    model = made("wan", torch.bfloat16)
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 3, 3, 4).bfloat16()
+    with torch.inference_mode():
+        expected = DecodeStream(model).decode(z)
+        parts = [stream.decode(z[:, :, :1])]
+    assert stream.cache.rings
+    with torch.no_grad():
+        parts.append(stream.decode(z[:, :, 1:2]))
+    with torch.inference_mode():
+        parts.append(stream.decode(z[:, :, 2:]))
+        assert torch.equal(torch.cat(parts, 2), expected)
 
 
 class Peak(TorchDispatchMode):

@@ -6,8 +6,10 @@ tiling and slicing keep working; only a stream of large frames keeps those in ri
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.frames import Kept, Ring, are_large, convolve_ahead
-from turnout.models.graphs import CapturedStep, layouts
+from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
+from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
@@ -248,7 +250,9 @@ class Decoder(Adapter):
         """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
         and a piece as long as a cache becomes the cache without being copied. The largest see one, and have a ring instead of caches."""
         plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not torch.is_autocast_enabled(x.device.type)
-        rings = feat_cache if isinstance(feat_cache, Kept) else None
+        rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
+        if rings is not None and not torch.compiler.is_compiling():
+            rings.keep_to([stage.block for stage in stages])
         waiting, parts, alone = [(0, feat_idx[0], x)], [], False
         while waiting:
             start, feat_idx[0], x = waiting.pop()
@@ -324,55 +328,36 @@ class Autoencoder(Adapter):
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
-        video = DecodeStream(self).decode(z)
+        steps = Steps(self, Kept(self._cached_conv_counts["decoder"]))
+        video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
 
 
-class DecodeStream:
-    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for bit from the decoder on (the
-    convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
+class Steps:
+    """Decodes the latents of one clip one after the other, and holds what each step needs of those before it.
 
-    vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
-    the model, so one model serves several streams. After `accelerate` or `restore`, begin another stream.
-
-    graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
-    latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
-    nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
-    It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
-    reserved for it (426 MiB instead of 210 there). The graph reads the weights where they lay when it was captured: after `accelerate`,
-    `restore` or `.to()`, begin another stream. Batch, height, width and dtype of the latents may not change.
-
-    >>> import torch
-    >>> from diffusers import AutoencoderKLWan
-    >>> from turnout.models import DecodeStream
-    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
-    >>> stream = DecodeStream(vae)
-    >>> with torch.no_grad():
-    ...     [stream.decode(torch.randn(1, 2, latents, 2, 2)).shape[2] for latents in (1, 1, 2)]
-    [1, 4, 8]
+    A step replaces the entries of `cache` and writes into its rings: a failure in the middle leaves them of no use.
+    steady: the last step left the layout of every cache as it was; only watched if `watch_layouts`.
     """
 
-    def __init__(self, vae: Any, *, graph: bool = False):
-        if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
-            raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
-        if graph and vae.device.type != "cuda":
-            raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
-        self.vae, self.graph = vae, graph
-        entries = vae._cached_conv_counts["decoder"]
-        self.cache: list = [None] * entries if graph else Kept(entries)  # a graph needs caches that stay where they are
-        self.begun = self.steady = False
-        self.captured: CapturedStep | None = None
+    def __init__(self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False, watch_layouts: bool = False):
+        self.vae, self.cache, self.begun, self.steady, self.watch_layouts = vae, cache, begun, steady, watch_layouts
 
-    def decode(self, z: Tensor) -> Tensor:
-        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others."""
-        if self.graph and torch.is_grad_enabled():
-            raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
-        if isinstance(self.cache, Kept):
-            self.cache.arranged.clear()  # weights may have changed since the call before
-        latents = self.vae.post_quant_conv(z)
-        chunks = (self._next(latents[:, :, i : i + 1]) for i in range(z.shape[2]))
+    def run(self, latent: Tensor) -> Tensor:
+        """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`."""
+        layouts_before = layouts(self.cache) if self.watch_layouts else None
+        frames = decode_latent(self.vae, latent, self.cache, first=not self.begun)
+        self.begun = True
+        if self.watch_layouts:
+            self.steady = layouts(self.cache) == layouts_before
+        return frames
+
+    def video(self, latents: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`[B, C, T, h, w]` to the frames of all latents, clamped. run: what decodes one of them, instead of `run`."""
         per_latent = 2 ** sum(self.vae.temperal_upsample)
-        total = z.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
+        total = latents.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
+        # each latent dense, in the layout of all: a kernel may round otherwise where they lie otherwise
+        chunks = ((run or self.run)(latents[:, :, i : i + 1].clone()) for i in range(latents.shape[2]))
         first = next(chunks)
         if not may_write(first):
             return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
@@ -384,24 +369,251 @@ class DecodeStream:
             del part  # or it would wait for the next one
         return video
 
-    def _next(self, latent: Tensor) -> Tensor:
-        if not self.graph:
-            return self._step(latent, self.cache)
-        if self.steady and self.captured is None:
-            self.captured = CapturedStep(self._step, latent, self.cache)
-        if self.captured is not None:
-            return self.captured(latent)
-        before = layouts(self.cache)
-        frames = self._step(latent, self.cache)
-        self.steady = layouts(self.cache) == before
-        return frames
 
-    def _step(self, latent: Tensor, cache: list) -> Tensor:
-        first = {} if "Qwen" in type(self.vae).__name__ else {"first_chunk": not self.begun}
-        self.begun = True
-        frames = self.vae.decoder(latent, feat_cache=cache, feat_idx=[0], **first)
-        patch = getattr(self.vae.config, "patch_size", None)
-        return frames if patch is None else _unpatched(frames, patch)
+def decode_latent(vae: Any, latent: Tensor, cache: list, *, first: bool) -> Tensor:
+    """One latent behind those that `cache` is of: `[B, C, 1, h, w]` to `[B, 3, frames, H, W]`."""
+    chunk = {} if "Qwen" in type(vae).__name__ else {"first_chunk": first}
+    frames = vae.decoder(latent, feat_cache=cache, feat_idx=[0], **chunk)
+    patch = getattr(vae.config, "patch_size", None)
+    return frames if patch is None else _unpatched(frames, patch)
+
+
+class DecodeStream:
+    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for bit from the decoder on (the
+    convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
+
+    vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
+    the model, so one model serves several streams.
+
+    graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
+    latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
+    nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
+    It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
+    reserved for it (426 MiB instead of 210 there). Hooks run when the step is captured, and not when it is replayed.
+
+    **Failures.** A call of `decode` that raises leaves the stream as it was before that call, wherever it failed and however many of its
+    latents had been decoded: make the same call again for the same frames, or `reset()` for another clip. That holds for refused
+    arguments, hooks that raise, memory that runs out, KeyboardInterrupt and other signals. The caches that a failed call has spoiled are
+    computed again by the next call, from the latents decoded so far, of which the last ones are kept (at most 68 for Wan, 0.6 % of the
+    memory of a decode): it takes as much longer as decoding these took, runs hooks for them once more, and gives the same bits under the
+    same settings of torch and turnout. With dropout that is switched on, no two runs are the same.
+
+    **What must not change within a clip.** Batch, channels, height, width, dtype and device of the latents, autocast, and whether gradients
+    are wanted (`torch.no_grad` and `torch.inference_mode` are alike): anything else is refused with a `ValueError`. So is, with a
+    `RuntimeError`, a model that has changed since the clip began, because the caches come from the model as it was:
+
+    - `accelerate`, `restore`, and modules that were replaced (LoRA does that): the classes and the children of all modules are compared;
+    - `train()`, `eval()`: the modes of all modules are compared;
+    - weights that were replaced or changed in place (an optimizer, `load_state_dict`): parameters and their version counters are compared.
+      What is done to `parameter.data`, and to inference-mode parameters, has no version and is not noticed;
+    - with `graph=True` also weights that were moved, and hooks that were added or removed: a graph would not notice;
+    - a hook on an up block of an accelerated decoder, which decides how the block keeps its frames. Other hooks may come and go.
+
+    A model that is moved with `.to()` between calls, as offloading does, may go on where it is back on its device and in its dtype
+    (without `graph`); elsewhere the latents do not fit to it, and are refused.
+
+    One call at a time: a call while another one runs, in another thread or from a hook, is refused with a `RuntimeError`. Copies of a
+    stream go on by themselves; `pickle` and `copy` take the latents along, not the caches.
+
+    >>> import torch
+    >>> from diffusers import AutoencoderKLWan
+    >>> from turnout.models import DecodeStream
+    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    >>> stream = DecodeStream(vae)
+    >>> with torch.no_grad():
+    ...     [stream.decode(torch.randn(1, 2, latents, 2, 2)).shape[2] for latents in (1, 1, 2)]
+    [1, 4, 8]
+    >>> stream.reset()
+    >>> with torch.no_grad():
+    ...     stream.decode(torch.randn(1, 2, 1, 4, 4)).shape
+    torch.Size([1, 3, 1, 32, 32])
+    """
+
+    def __init__(self, vae: Any, *, graph: bool = False):
+        if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
+            raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
+        if graph and vae.device.type != "cuda":
+            raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
+        self.vae, self.graph = vae, graph
+        self.captured: CapturedStep | None = None
+        self._clip = Clip()
+        self._running = threading.Lock()
+
+    @property
+    def cache(self) -> list | None:
+        """What the next step needs; None before the first one and after a call that failed."""
+        return self._clip.cache
+
+    def reset(self) -> None:
+        """Begin another clip, which may have latents of another size, with the model as it is now. A captured graph is kept, and
+        replayed once the caches are full, if the latents are like those it was captured with and the model has not changed."""
+        self._refuse_if_running()
+        self._drop_stale_graph()
+        self._clip = Clip()
+
+    def decode(self, z: Tensor) -> Tensor:
+        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others.
+
+        A call that raises changes nothing, see above.
+        """
+        if torch.compiler.is_compiling() and not self.graph:
+            return self._decode_traced(z)
+        self._refuse_if_running()
+        with self._running:
+            before = self._clip
+            model = self._model(before)
+            conditions = self._conditions(z, before, model)
+            latents = self.vae.post_quant_conv(z)
+            # Caches that can be computed again are spoiled from here on; those that cannot are copied, and nothing is lost.
+            kept = None if conditions.gradients or before.latents is None else before.latents
+            during = before if kept is None else before._replace(cache=None)
+            self._clip = during
+            video, after = self._decode(latents, before, kept, (model, conditions))
+        # The last act, after which no signal is looked at before the caller has the frames: nothing but this may stand behind `with`.
+        if self._clip is not during:
+            raise RuntimeError(f"DecodeStream: {ONE_AT_A_TIME}")
+        self._clip = after
+        return video
+
+    def _decode(
+        self, latents: Tensor, before: Clip, kept: tuple[Tensor, ...] | None, assumptions: tuple[ModelSnapshot, Conditions]
+    ) -> tuple[Tensor, Clip]:
+        """The frames of latents, and the clip behind them. kept: the latents before them, None where they are not to be kept."""
+        entries = self.vae._cached_conv_counts["decoder"]
+        missing = kept if before.cache is None and kept else ()
+        if before.cache is None:
+            cache = [None] * entries if self.graph else Kept(entries, rings=kept is not None)  # a graph has no use for rings
+            steps = Steps(self.vae, cache, watch_layouts=self.graph)
+        else:
+            cache = before.cache.fork() if kept is None and isinstance(before.cache, Kept) else before.cache
+            steps = Steps(self.vae, cache, begun=before.begun, steady=before.steady, watch_layouts=self.graph)
+        last = None if kept is None else collections.deque(kept, latents_needed(entries))
+
+        def run(latent: Tensor) -> Tensor:
+            frames = self._replayed(steps, latent, assumptions) if self.graph else steps.run(latent)
+            if last is not None:
+                last.append(latent)
+            return frames
+
+        try:
+            if isinstance(cache, Kept):
+                cache.arranged.clear()  # what is done to the data of weights is not noticed
+            for latent in missing:
+                steps.run(latent)
+            video = steps.video(latents, run)
+        except BaseException:
+            if isinstance(cache, Kept):
+                cache.release()
+            raise
+        model, conditions = assumptions
+        return video, Clip(True, steps.steady, steps.cache, None if last is None else tuple(last), conditions, model)
+
+    def _replayed(self, steps: Steps, latent: Tensor, assumptions: tuple[ModelSnapshot, Conditions]) -> Tensor:
+        """A step by the graph, once the caches are full and lie in the graph's buffers."""
+        captured = self.captured
+        if captured is None or steps.cache is not captured.cache:
+            if not steps.steady:
+                return steps.run(latent)
+            if captured is not None and captured.fits(steps.cache, assumptions):
+                captured.load(steps.cache)
+                steps.cache.clear()  # whoever else holds this list has no use for it
+            else:
+                self.captured = captured = None  # its memory is free before another one needs as much
+                step = functools.partial(decode_latent, self.vae, first=False)
+                self.captured = captured = CapturedStep(step, latent, steps.cache, assumptions)
+            steps.cache = captured.cache
+        return captured(latent)
+
+    def _decode_traced(self, z: Tensor) -> Tensor:
+        """`decode` inside a compiled program, which has checks of its own and changes nothing here before it has ended."""
+        before = self._clip
+        cache = Kept(self.vae._cached_conv_counts["decoder"], rings=False)
+        if before.cache is not None:
+            cache[:] = before.cache
+        steps = Steps(self.vae, cache, begun=before.begun)
+        video = steps.video(self.vae.post_quant_conv(z))
+        self._clip = Clip(begun=True, cache=steps.cache, latents=None)
+        return video
+
+    def _model(self, clip: Clip) -> ModelSnapshot:
+        """The model of the clip, which has not changed since."""
+        if clip.model is None:
+            self._drop_stale_graph()
+            return ModelSnapshot(self.vae, for_graph=self.graph) if self.captured is None else self.captured.assumptions[0]
+        change = clip.model.change()
+        if change is not None:
+            raise RuntimeError(
+                f"DecodeStream: {change} since this clip began, and what is kept of the frames before comes from the model as it was; "
+                "call reset() to begin another clip with the model as it is now"
+            )
+        return clip.model
+
+    def _conditions(self, z: Any, clip: Clip, model: ModelSnapshot) -> Conditions:
+        """Those of latents that fit to the model and to the clip; others are refused."""
+        _check_latents(z, self.vae)
+        gradients = torch.is_grad_enabled() and (z.requires_grad or model.wants_gradients())
+        if self.graph and torch.is_grad_enabled():
+            raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
+        conditions = Conditions.of(z, gradients)
+        if clip.conditions is not None and clip.conditions != conditions:
+            pairs = zip(Conditions._fields, conditions, clip.conditions, strict=True)
+            given, needed = zip(*((f"{name} {now}", f"{name} {was}") for name, now, was in pairs if now != was), strict=True)
+            raise ValueError(
+                f"DecodeStream.decode: latents {list(z.shape)} with {', '.join(given)}; this clip began with {', '.join(needed)}, which "
+                "needs to be the same for all of its latents: call reset() to begin another clip"
+            )
+        return conditions
+
+    def _drop_stale_graph(self) -> None:
+        """Give the memory of a graph back, and that of the weights it reads, if it was captured of another model than there is now."""
+        if self.captured is not None and self.captured.assumptions[0].change() is not None:
+            self.captured = None
+
+    def _refuse_if_running(self) -> None:
+        if self._running.locked():
+            raise RuntimeError(f"DecodeStream: {ONE_AT_A_TIME}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: no graph, no lock, and of the clip what its caches can be computed from."""
+        clip = self._clip._replace(model=None, steady=False)
+        clip = clip._replace(cache=None) if clip.latents is not None else clip
+        return {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._running = threading.Lock()
+
+
+ONE_AT_A_TIME = (
+    "another call of this stream is running, in another thread or in the model that called a hook; latents of a clip are decoded one "
+    "after the other: wait for it, or use a DecodeStream for each clip"
+)
+
+
+def _check_latents(z: Any, vae: Any) -> None:
+    """Refuse what the model cannot decode, before anything is touched."""
+    channels = vae.config.z_dim
+    needed = f"a tensor [B, {channels}, T, h, w] of latents"
+    if not isinstance(z, Tensor):
+        raise TypeError(f"DecodeStream.decode: z is of type {type(z).__name__}, it needs {needed}")
+    if z.dim() != 5 or z.shape[1] != channels or 0 in z.shape:
+        raise ValueError(
+            f"DecodeStream.decode: latents {list(z.shape)}, it needs {needed}, none of the sizes 0"
+            + ("; add the batch with z.unsqueeze(0)" if z.dim() == 4 else "")
+        )
+    if not z.is_floating_point() or z.layout is not torch.strided:
+        raise ValueError(f"DecodeStream.decode: latents of {z.dtype} in layout {z.layout}, it needs dense floating-point latents")
+    entry = vae.post_quant_conv
+    weight = getattr(entry, "weight", None)
+    hooked = entry._forward_pre_hooks or "forward" in vars(entry)  # they may put the latents where the weights are
+    if hooked or not isinstance(weight, Tensor) or weight.is_meta or weight.dtype.itemsize < 2:
+        return
+    if z.device != weight.device:
+        raise ValueError(
+            f"DecodeStream.decode: latents on {z.device}, the model is on {weight.device}; move one of them, z.to({str(weight.device)!r})"
+        )
+    if z.dtype != weight.dtype and not torch.is_autocast_enabled(z.device.type):
+        raise ValueError(f"DecodeStream.decode: latents of {z.dtype}, the model is of {weight.dtype}; convert them, z.to({weight.dtype})")
 
 
 def _unpatched(x: Tensor, patch: int) -> Tensor:
