@@ -1,4 +1,4 @@
-"""A call of a stream that fails changes nothing: repeated, it gives the frames of a run that nothing disturbed, bit for bit."""
+"""A call of a stream that fails changes nothing: repeated, it gives the frames of an undisturbed run."""
 
 import functools
 import signal
@@ -104,24 +104,24 @@ def test_repeat_after_failure_in_any_layer_of_a_stock_model(name):
     model = video_decoder(name, False)
     parts = latents(model, 2).split(1, 2)
     expected = undisturbed(model, *parts)
-    stream, failed = DecodeStream(model), 0
-    for i, module in enumerate(model.decoder.modules()):
+    ran, stream = [], DecodeStream(model)
+    record = lambda module, *unused: ran.append(module)  # noqa: E731
+    recorders = [module.register_forward_hook(record) for module in model.decoder.modules()]
+    undisturbed(model, *parts)
+    for recorder in recorders:
+        recorder.remove()
+    layers = dict.fromkeys(ran)  # each once
+    assert len(layers) > 95
+    for i, layer in enumerate(layers):
         failure, error = Failure(), ERRORS[i % len(ERRORS)]
-        register = module.register_forward_pre_hook if i % 2 else module.register_forward_hook
-        hook = register(failure)
+        hook = (layer.register_forward_pre_hook if i % 2 else layer.register_forward_hook)(failure)
         stream.reset()
         assert torch.equal(stream.decode(parts[0]), expected[0])
         failure.arm(1, error)
-        try:
+        with pytest.raises(error, match="planted"):
             stream.decode(parts[1])
-        except error as raised:
-            assert "planted" in str(raised)
-            failed += 1
-            assert torch.equal(stream.decode(parts[1]), expected[1]), f"layer {i}: {type(module).__name__}"
-        else:  # a list of modules, which is never called
-            assert not failure.calls
+        assert torch.equal(stream.decode(parts[1]), expected[1]), f"layer {i}: {type(layer).__name__}"
         hook.remove()
-    assert failed > 95
 
 
 @pytest.mark.parametrize(("name", "rings"), [(name, False) for name in NAMES] + [("wan", True)])
@@ -227,8 +227,9 @@ def test_repeat_with_gradients(fast):
                 with pytest.raises(RuntimeError, match="planted"):
                     stream.decode(z[:, :, 1:])
                 hook.remove()
-            frames = torch.cat([first, stream.decode(z[:, :, 1:])], 2)
-            return frames.detach(), *torch.autograd.grad(frames.square().sum(), [z, model.decoder.conv_in.weight])
+            video = torch.cat([first, stream.decode(z[:, :, 1:])], 2)
+            weight = model.decoder.conv_in.weight
+            return video.detach(), *torch.autograd.grad(video.square().sum(), [z, weight])
 
         for ours, theirs in zip(gradients(True), gradients(False), strict=True):
             assert torch.equal(ours, theirs)
@@ -238,7 +239,7 @@ def test_repeat_with_gradients(fast):
 
 
 class Alarm(BaseException):
-    """Not an Exception: the router takes those for arguments it cannot make out, and leaves the call to torch."""
+    """Not an Exception: the router takes those for arguments that only torch understands."""
 
 
 class Alarms:
@@ -286,16 +287,17 @@ def test_repeat_after_signals(case, request):
     with Alarms() as alarms:
         for i in range(5):
             stream.reset()
-            for k, (part, frames) in enumerate(zip(parts, expected, strict=True)):
+            for k, (part, wanted) in enumerate(zip(parts, expected, strict=True)):
                 wait = 1e-4 * (1 + (37 * i + 11 * k) % 101)  # 0.1 to 10 ms; a step takes about 10
-                assert torch.equal(alarms.until_done(functools.partial(stream.decode, part), wait), frames)
+                found = alarms.until_done(functools.partial(stream.decode, part), wait)
+                assert torch.equal(found, wanted)
     assert alarms.raised > 30
 
 
 # CUDA graphs
 
 
-@pytest.mark.parametrize("moment", ["first run", "capture", "copy of the latent", "replay", "after the replay"])
+@pytest.mark.parametrize("moment", ["first run", "capture", "copied latent", "replay", "after the replay"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
     from turnout.models import graphs
@@ -322,7 +324,7 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
             return super()._capture(*given)
 
         def __call__(self, latent):
-            if moment == "copy of the latent":
+            if moment == "copied latent":
                 self.latent.copy_(latent)
                 failure()
             frames = super().__call__(latent)
@@ -334,7 +336,7 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
     stream, failed = DecodeStream(model, graph=True), 0
     for at in (1, 2, 3):
         stream.reset()
-        for part, frames in zip(parts, expected, strict=True):
+        for part, wanted in zip(parts, expected, strict=True):
             failure.arm(at, error)
             for _ in range(2):
                 try:
@@ -342,7 +344,7 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
                     break
                 except error:
                     failed += 1
-            assert torch.equal(found, frames)
+            assert torch.equal(found, wanted)
     assert failed >= (1 if moment == "capture" else 2)
     assert stream.captured is not None
     assert played.replays
@@ -354,7 +356,7 @@ def test_hook_that_raises_in_a_replay_by_graph_is_not_run_but_refused(played):
     stream = DecodeStream(model, graph=True)
     stream.decode(z[:, :, :5])
     hook = model.decoder.conv_in.register_forward_hook(Failure())
-    with pytest.raises(RuntimeError, match=r"a hook .* was given to, or taken from, a module.* call reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"a hook .* given to or taken from a module .* call reset\(\)"):
         stream.decode(z[:, :, 5:])
     hook.remove()
     assert torch.equal(stream.decode(z[:, :, 5:]), undisturbed(model, z[:, :, :5], z[:, :, 5:])[1])
@@ -367,12 +369,12 @@ BAD_LATENTS = {
     "a list": (lambda z: [z], TypeError, r"z is of type list, it needs a tensor \[B, 4, T, h, w\]"),
     "None": (lambda z: None, TypeError, "z is of type NoneType"),
     "no batch": (lambda z: z[0], ValueError, r"latents \[4, 1, 1, 2\], it needs .*z\.unsqueeze\(0\)"),
-    "channels": (lambda z: z[:, :3], ValueError, r"latents \[1, 3, 1, 1, 2\], it needs a tensor \[B, 4, T, h, w\]"),
+    "channels": (lambda z: z[:, :3], ValueError, r"latents \[1, 3, 1, 1, 2\], it needs a tensor \[B, 4, T"),
     "no latent": (lambda z: z[:, :, :0], ValueError, r"latents \[1, 4, 0, 1, 2\].*none of the sizes 0"),
     "no column": (lambda z: z[..., :0], ValueError, "none of the sizes 0"),
     "integers": (lambda z: z.long(), ValueError, r"latents of torch\.int64 .* needs dense floating-point"),
     "sparse": (lambda z: z.to_sparse(), ValueError, "needs dense"),
-    "float64": (lambda z: z.double(), ValueError, r"of torch\.float64, the model is of torch\.float32; convert them"),
+    "float64": (lambda z: z.double(), ValueError, r"of torch\.float64, the model is of torch\.float32"),
     "bfloat16": (lambda z: z.bfloat16(), ValueError, r"z\.to\(torch\.float32\)"),
     "meta": (lambda z: z.to("meta"), ValueError, r"latents on meta, the model is on cpu; .* z\.to\('cpu'\)"),
     "batch": (lambda z: z.repeat(2, 1, 1, 1, 1), ValueError, "with batch 2; this clip began with batch 1"),
@@ -401,9 +403,9 @@ def test_what_a_clip_began_with_does_not_change():
     z, stream = latents(model), DecodeStream(model)
     expected = undisturbed(model, z[:, :, :1], z[:, :, 1:])
     stream.decode(z[:, :, :1])
-    with torch.enable_grad(), pytest.raises(ValueError, match="gradients True; this clip began with gradients False"):
+    with torch.enable_grad(), pytest.raises(ValueError, match=r"gradients True; .* gradients False"):
         stream.decode(z[:, :, 1:])
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"autocast torch.bfloat16; .* autocast None"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"16; .* autocast None"):
         stream.decode(z[:, :, 1:])
     with torch.inference_mode():  # is like no_grad
         assert torch.equal(stream.decode(z[:, :, 1:]), expected[1])
@@ -431,19 +433,23 @@ def replace_conv_in(model):
     model.decoder.conv_in = made("wan").decoder.conv_in
 
 
+def replace_decoder(model):
+    model.decoder = made("wan").decoder
+
+
 def replace_weight(model):
     model.decoder.conv_in.weight = torch.nn.Parameter(model.decoder.conv_in.weight.clone())
 
 
 CHANGES = {
-    "accelerated": (turnout.accelerate, "was accelerated, restored or given another class"),
+    "accelerated": (turnout.accelerate, ".* was accelerated, restored or given another class"),
     "trained": (lambda model: model.train(), "post_quant_conv was switched to training mode"),
     "partly trained": (
         lambda model: model.decoder.mid_block.attentions.train(),
         r"decoder\.mid_block\.attentions was switched to training mode",
     ),
     "module replaced": (replace_conv_in, "a module of the decoder was added, removed or replaced"),
-    "decoder replaced": (lambda model: setattr(model, "decoder", made("wan").decoder), "replaced by another module"),
+    "decoder replaced": (replace_decoder, "the decoder .* was replaced by another module"),
     "weight replaced": (replace_weight, r"decoder\.conv_in\.weight was replaced by another tensor"),
     "weights loaded": (
         lambda model: model.load_state_dict(model.state_dict()),
@@ -464,7 +470,7 @@ def test_changed_model_is_noticed(change):
     stream.decode(z[:, :, :2])
     clip = stream._clip
     make(model)
-    with pytest.raises(RuntimeError, match=rf"DecodeStream: .*{message} since this clip began.* call reset\(\)"):
+    with pytest.raises(RuntimeError, match=rf"DecodeStream: {message} since this clip .* call reset\(\)"):
         stream.decode(z[:, :, 2:])
     assert stream._clip is clip
     stream.reset()

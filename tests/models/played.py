@@ -10,7 +10,7 @@ from turnout.models.graphs import CapturedStep
 
 def play_graphs(monkeypatch):
     """Let every `CapturedStep` play its graph, and count captures and replays."""
-    from diffusers import AutoencoderKLWan  # noqa: F401  (before torch.cuda is patched: its annotations name it)
+    from diffusers import AutoencoderKLWan  # noqa: F401  (its annotations name what is patched below)
 
     count = types.SimpleNamespace(captures=0, replays=0)
 

@@ -103,7 +103,7 @@ def test_a_stream_stays_with_its_way(all_large):
     stream, z = DecodeStream(model), random(1, 4, 1, 3, 4).bfloat16()
     with torch.no_grad():
         stream.decode(z)
-    with pytest.raises(ValueError, match=r"gradients True; this clip began with gradients False, .* same for all of its latents"):
+    with pytest.raises(ValueError, match=r"gradients True; .* gradients False, .* same for all"):
         stream.decode(z)
 
 
@@ -115,7 +115,7 @@ def test_hook_that_changes_how_a_block_keeps_frames_is_refused(all_large):
     expected = DecodeStream(model).decode(z)
     parts = [stream.decode(z[:, :, :1])]
     hook = model.decoder.up_blocks[-1].register_forward_hook(lambda *given: None)
-    with pytest.raises(RuntimeError, match=r"a hook was added to, or removed from, a block .* call reset\(\)"):
+    with pytest.raises(RuntimeError, match=r"a hook was added to, or removed from, a block .* reset\(\)"):
         stream.decode(z[:, :, 1:])
     hook.remove()
     assert torch.equal(torch.cat([*parts, stream.decode(z[:, :, 1:])], 2), expected)

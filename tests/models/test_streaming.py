@@ -90,7 +90,8 @@ def test_reset_begins_another_clip():
     stream = DecodeStream(model)
     for size in ((1, 4, 3, 2, 4), (2, 4, 2, 3, 2), (1, 4, 2, 2, 4)):
         z = random(*size)
-        assert torch.equal(torch.cat([stream.decode(part) for part in z.split(1, 2)], 2), model.decode(z).sample)
+        parts = [stream.decode(part) for part in z.split(1, 2)]
+        assert torch.equal(torch.cat(parts, 2), model.decode(z).sample)
         stream.reset()
         assert stream.cache is None
 

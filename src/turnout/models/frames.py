@@ -1,25 +1,30 @@
-"""What a decode stream keeps between latents: caches, rings where frames are large, and the latents it can compute them from again.
+"""What a decode stream keeps between latents: caches, rings where frames are large, and the last latents.
 
 How a failed call is undone
 ---------------------------
-A call of `DecodeStream.decode` that fails must leave the stream as it was. A step replaces every cache, so undoing it needs the old
-ones or a way to compute them. Wan 2.1 at 480 x 832 in bfloat16 (base_dim 96; an H200 takes 24 ms for a step and has a peak of 2211 MiB):
+A call of `DecodeStream.decode` that fails must leave the stream as it was. But a step replaces every cache,
+so either the old ones are kept, or they can be computed again. Wan 2.1 at 480 x 832 in bfloat16, base_dim 96,
+where an H200 takes 24 ms for a step and has a peak of 2211 MiB; in each step four frames pass the ring, which
+is the two frames of each of six convolutions of the last size:
 
-    method                               memory held                              moved in each step     to repeat a failed call
-    keep old caches until a step is over  +776 MiB of small frames, +877 MiB of    877 MiB read and       the call
-                                          the ring's 12 frames: 75 % of the peak   written: 0.4 ms, 1.6 %
-    undo record: copy a frame of the ring the same: a step is four frames, and     the same               the call
-      before it is overwritten            replaces both frames of each convolution
-    a ring with room for both             the same                                 nothing                the call
-    compute them again from the latents   68 latents of 195 KiB: 13 MiB, 0.6 %     one latent, 195 KiB    at most 68 steps, and the call
+    method                                       memory           time of a step   to repeat a call
+    keep the old entries of the list             +777 MiB, 35 %   the same         the call
+      and the 12 old frames of the ring, either  +878 MiB, 40 %   +0.4 ms, 1.6 %   the call
+        copied before they are overwritten
+        or not overwritten, in a larger ring     +878 MiB, 40 %   the same         the call
+    compute them again from the last latents     +13 MiB, 0.6 %   the same         up to 68 steps, the call
 
-Only the last one is within a few percent, and it costs nothing until something fails. It gives the same bits: a step is a function of
-its latent and of the caches, and the caches are a function of the last few latents alone. Each of E caches holds at most two frames of
-its convolution, which are of the two latents before at most, so what convolution e sees at latent n depends on the latents from
-n - 2e on, and its cache on those from n - 2e - 1 on. Starting from nothing 2E + 2 latents ago therefore gives the very same caches.
+Only the last method is within a few percent of memory, and it costs time only once something has failed. It
+gives the same bits, because the caches are a function of a limited number of latents. Each of E caches holds
+at most two frames, which are those of two latents at most. So what convolution e sees with latent n depends
+on the latents from n - 2e on, and its cache on those from n - 2e - 1 on: starting from nothing 2E + 2 latents
+ago gives the very same caches. (That is more than needed: convolutions behind a doubling in time see several
+frames of a latent. A NaN in a latent of Wan 2.1 is gone after 38, and 2E + 2 is 68; the simple bound does not
+depend on how the model is built.)
 
-Where gradients are wanted this does not hold (the old caches carry the graph of the latents before them), and does not matter (the
-graph keeps what made them alive): there the old list is kept until the call has succeeded. No ring is used there.
+Where gradients are wanted this is not right, for the old caches carry the graph of the latents before them.
+There the old list is kept until the call has succeeded; the graph keeps most of it alive anyway. No ring is
+used there.
 """
 
 from __future__ import annotations
@@ -50,8 +55,8 @@ class Kept(list):
     """The stock model's list of caches, an entry for each convolution, and what stands in for the entries of those with large frames.
 
     It belongs to one stream. `one_by_one` says whether its large frames go so, which is decided by the first latent: the caches of the two
-    ways are not the same. `blocks` are those that may have a ring, for the same reason always the same ones. `arranged` holds weights in
-    another order, until the next call of the stream. rings: False where frames are never to be kept in rings.
+    ways are not the same. For the same reason `blocks`, those that may have a ring, stay the same. `arranged`
+    holds weights in another order, until the next call of the stream. rings: False where none is to be used.
     """
 
     def __init__(self, entries: int, *, rings: bool = True):
@@ -63,14 +68,14 @@ class Kept(list):
         self.arranged: dict[tuple, Any] = {}
 
     def fork(self) -> Kept:
-        """The same entries in a list of their own; steps replace entries and write into none. Needs a list without rings."""
+        """The same entries in another list, without rings: steps replace entries, and write to none."""
         other = Kept(0, rings=self.may_have_rings)
         other.extend(self)
         other.one_by_one, other.blocks = self.one_by_one, self.blocks
         return other
 
     def release(self) -> None:
-        """Drop everything, also for those who still hold this list: the traceback of a step that had no memory does."""
+        """Drop everything, for whoever holds this list: the traceback of a step that had no memory does."""
         self.clear()
         self.rings.clear()
         self.arranged.clear()
@@ -83,20 +88,22 @@ class Kept(list):
 
     def settle(self, one_by_one: bool) -> bool:
         if self.one_by_one not in (None, one_by_one):
+            was, now = ("one by one" if x else "two by two" for x in (self.one_by_one, one_by_one))
             raise RuntimeError(
-                f"DecodeStream: large frames went {'one by one' if self.one_by_one else 'two by two'} through the decoder since this clip "
-                f"began, and would go {'one by one' if one_by_one else 'two by two'} now; gradients, autocast, compilation and batch size "
-                "need to be the same for all latents of a clip: call reset() to begin another clip"
+                f"DecodeStream: this clip began with large frames {was}, and would go on with them {now}; "
+                "gradients, autocast, compilation and batch size need to be the same for all latents of a "
+                "clip: call reset() to begin another clip"
             )
         self.one_by_one = one_by_one
         return one_by_one
 
     def keep_to(self, blocks: list[Any]) -> None:
-        """Refuse a step in which other blocks than before may have a ring: what was kept for them would be lost without a word."""
+        """Refuse a step in which other blocks than before may have a ring: what they kept would be lost."""
         if self.blocks is not None and self.blocks != blocks:
             raise RuntimeError(
-                "DecodeStream: a hook was added to, or removed from, a block of an accelerated decoder since this clip began; the block "
-                "keeps its frames in another way with a hook than without: undo that, or call reset() to begin another clip"
+                "DecodeStream: a hook was added to, or removed from, a block of an accelerated decoder since "
+                "this clip began, and the block keeps its frames in another way with a hook than without; "
+                "undo that, or call reset() to begin another clip"
             )
         self.blocks = blocks
 
@@ -122,12 +129,13 @@ class Conditions(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """The clip that a stream decodes, after some of its latents. It is never written to: a call that has succeeded replaces it by another
-    one in a single assignment, which no signal can split.
+    """The clip that a stream decodes, after some of its latents.
 
-    cache: what the next step needs, or None while a call is changing it, and after one that failed. It is then computed again from
-    `latents`, the last of those that have been decoded, `[B, C, 1, h, w]` each; None: they are not kept, the cache is copied instead.
-    steady: the last step left the layout of every cache as it was. conditions, model: what must not change; None: not known yet.
+    It is never written to: a call that has succeeded replaces it by another one in a single assignment, which
+    no signal can split. steady: the last step left the layout of every cache as it was. cache: what the next
+    step needs, or None while a call changes it and after one that failed; it is then computed again from
+    `latents`, the last that were decoded, `[B, C, 1, h, w]` each. latents: None if they are not kept and the
+    cache is copied instead. conditions, model: what must not change; None if not known yet.
     """
 
     begun: bool = False
@@ -139,7 +147,7 @@ class Clip(NamedTuple):
 
 
 def latents_needed(entries: int) -> int:
-    """How many of the last latents determine so many caches, each of at most two frames; see the module's docstring."""
+    """How many of the last latents determine so many caches of two frames; see the module's docstring."""
     return 2 * entries + 2
 
 

@@ -336,12 +336,15 @@ class Autoencoder(Adapter):
 class Steps:
     """Decodes the latents of one clip one after the other, and holds what each step needs of those before it.
 
-    A step replaces the entries of `cache` and writes into its rings: a failure in the middle leaves them of no use.
-    steady: the last step left the layout of every cache as it was; only watched if `watch_layouts`.
+    A step replaces the entries of `cache` and writes into its rings: a failure in the middle leaves them of
+    no use. steady: the last step left the layout of every cache as it was; only watched if `watch_layouts`.
     """
 
-    def __init__(self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False, watch_layouts: bool = False):
-        self.vae, self.cache, self.begun, self.steady, self.watch_layouts = vae, cache, begun, steady, watch_layouts
+    def __init__(
+        self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False, watch_layouts: bool = False
+    ):  # fmt: skip
+        self.vae, self.cache = vae, cache
+        self.begun, self.steady, self.watch_layouts = begun, steady, watch_layouts
 
     def run(self, latent: Tensor) -> Tensor:
         """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`."""
@@ -353,7 +356,7 @@ class Steps:
         return frames
 
     def video(self, latents: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """`[B, C, T, h, w]` to the frames of all latents, clamped. run: what decodes one of them, instead of `run`."""
+        """`[B, C, T, h, w]` to the frames of all latents, clamped. run: decodes one; None: as above."""
         per_latent = 2 ** sum(self.vae.temperal_upsample)
         total = latents.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
         # each latent dense, in the layout of all: a kernel may round otherwise where they lie otherwise
@@ -361,7 +364,8 @@ class Steps:
         first = next(chunks)
         if not may_write(first):
             return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
-        video = torch.empty((*first.shape[:2], total, *first.shape[3:]), dtype=first.dtype, device=first.device)
+        shape = (*first.shape[:2], total, *first.shape[3:])
+        video = torch.empty(shape, dtype=first.dtype, device=first.device)
         filled = 0
         for part in itertools.chain([first], chunks):
             torch.clamp(part, -1.0, 1.0, out=video[:, :, filled : filled + part.shape[2]])
@@ -378,6 +382,9 @@ def decode_latent(vae: Any, latent: Tensor, cache: list, *, first: bool) -> Tens
     return frames if patch is None else _unpatched(frames, patch)
 
 
+Assumptions = tuple[ModelSnapshot, Conditions]  # what the steps of a clip take for granted
+
+
 class DecodeStream:
     """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for bit from the decoder on (the
     convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
@@ -389,31 +396,40 @@ class DecodeStream:
     latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
     nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
     It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
-    reserved for it (426 MiB instead of 210 there). Hooks run when the step is captured, and not when it is replayed.
+    reserved for it (426 MiB instead of 210 there). Hooks run when a step is captured, not when replayed.
 
-    **Failures.** A call of `decode` that raises leaves the stream as it was before that call, wherever it failed and however many of its
-    latents had been decoded: make the same call again for the same frames, or `reset()` for another clip. That holds for refused
-    arguments, hooks that raise, memory that runs out, KeyboardInterrupt and other signals. The caches that a failed call has spoiled are
-    computed again by the next call, from the latents decoded so far, of which the last ones are kept (at most 68 for Wan, 0.6 % of the
-    memory of a decode): it takes as much longer as decoding these took, runs hooks for them once more, and gives the same bits under the
-    same settings of torch and turnout. With dropout that is switched on, no two runs are the same.
+    **Failures.** A call of `decode` that raises leaves the stream as it was before that call, wherever it
+    failed and however many of its latents had been decoded: make the same call again for the same frames, or
+    `reset()` for another clip. That holds for arguments that are refused, hooks that raise, memory that runs
+    out, KeyboardInterrupt and other signals. The caches that a failed call has spoiled are computed again by
+    the next call from the last latents, which are kept for that (at most 68 for Wan, 0.6 % of the memory of a
+    decode). So the next call takes longer by the time that these latents took, and runs hooks for them once
+    more. The frames are the same bit for bit, if torch and turnout are set as they were before and the model
+    computes the same twice, which it does not with dropout switched on.
 
-    **What must not change within a clip.** Batch, channels, height, width, dtype and device of the latents, autocast, and whether gradients
-    are wanted (`torch.no_grad` and `torch.inference_mode` are alike): anything else is refused with a `ValueError`. So is, with a
-    `RuntimeError`, a model that has changed since the clip began, because the caches come from the model as it was:
+    **What must not change within a clip.** Batch, channels, height, width, dtype and device of the latents,
+    autocast, and whether gradients are wanted (`torch.no_grad` and `torch.inference_mode` are alike): a
+    change is refused with a `ValueError`. So is, with a `RuntimeError`, a model that has changed since the
+    clip began, because the caches come from the model as it was. Each call compares:
 
-    - `accelerate`, `restore`, and modules that were replaced (LoRA does that): the classes and the children of all modules are compared;
-    - `train()`, `eval()`: the modes of all modules are compared;
-    - weights that were replaced or changed in place (an optimizer, `load_state_dict`): parameters and their version counters are compared.
-      What is done to `parameter.data`, and to inference-mode parameters, has no version and is not noticed;
-    - with `graph=True` also weights that were moved, and hooks that were added or removed: a graph would not notice;
-    - a hook on an up block of an accelerated decoder, which decides how the block keeps its frames. Other hooks may come and go.
+    - the classes and the children of all modules: `accelerate`, `restore`, and what replaces modules, as LoRA
+      does;
+    - their modes: `train()` and `eval()`;
+    - parameters and their version counters: weights that were replaced or changed in place, by an optimizer
+      or `load_state_dict`. What is done to `parameter.data`, or to inference-mode parameters, has no version
+      and is not noticed: later latents are decoded with the new weights;
+    - with `graph=True` also where the weights lie, and hooks: a graph does not follow the one nor run the
+      other;
+    - hooks on the up blocks of an accelerated decoder, which keep their frames in another way then. Other
+      hooks may come and go without `graph`.
 
-    A model that is moved with `.to()` between calls, as offloading does, may go on where it is back on its device and in its dtype
-    (without `graph`); elsewhere the latents do not fit to it, and are refused.
+    A model that was moved by `.to()` between calls, as offloading does, goes on without `graph` where it is
+    back on its device and in its dtype; else the latents do not fit to it, or not to the clip, and are
+    refused.
 
-    One call at a time: a call while another one runs, in another thread or from a hook, is refused with a `RuntimeError`. Copies of a
-    stream go on by themselves; `pickle` and `copy` take the latents along, not the caches.
+    One call at a time: a call while another one runs, in another thread or from a hook, is refused with a
+    `RuntimeError`. Copies of a stream go on by themselves: `copy` and `pickle` take the latents along, not
+    the caches.
 
     >>> import torch
     >>> from diffusers import AutoencoderKLWan
@@ -445,47 +461,55 @@ class DecodeStream:
         return self._clip.cache
 
     def reset(self) -> None:
-        """Begin another clip, which may have latents of another size, with the model as it is now. A captured graph is kept, and
-        replayed once the caches are full, if the latents are like those it was captured with and the model has not changed."""
+        """Begin another clip, with the model as it is now; its latents may be of another size.
+
+        A captured graph is kept, and replayed again once the caches are full, unless the model has changed or
+        the latents are others than it was captured with.
+        """
         self._refuse_if_running()
         self._drop_stale_graph()
         self._clip = Clip()
 
     def decode(self, z: Tensor) -> Tensor:
-        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others.
-
-        A call that raises changes nothing, see above.
-        """
+        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent of a clip,
+        2 or 4 for each of the others. A call that raises changes nothing, see above."""
         if torch.compiler.is_compiling() and not self.graph:
             return self._decode_traced(z)
         self._refuse_if_running()
         with self._running:
             before = self._clip
-            model = self._model(before)
+            replays = self.captured is not None and before.cache is self.captured.cache
+            model = before.model if replays else self._model(before)
             conditions = self._conditions(z, before, model)
             latents = self.vae.post_quant_conv(z)
-            # Caches that can be computed again are spoiled from here on; those that cannot are copied, and nothing is lost.
+            # caches that can be computed again count as spoiled from here on; others are copied
             kept = None if conditions.gradients or before.latents is None else before.latents
             during = before if kept is None else before._replace(cache=None)
             self._clip = during
             video, after = self._decode(latents, before, kept, (model, conditions))
-        # The last act, after which no signal is looked at before the caller has the frames: nothing but this may stand behind `with`.
+            if replays:
+                self._model(before)  # while the card works: a graph takes the host less time than this
+        # The last act, and behind `with`: from the assignment on, Python looks at no signal before the caller
+        # has the frames. Whoever used the stream since the lock was given back has found the caches spoiled.
         if self._clip is not during:
             raise RuntimeError(f"DecodeStream: {ONE_AT_A_TIME}")
         self._clip = after
         return video
 
     def _decode(
-        self, latents: Tensor, before: Clip, kept: tuple[Tensor, ...] | None, assumptions: tuple[ModelSnapshot, Conditions]
-    ) -> tuple[Tensor, Clip]:
-        """The frames of latents, and the clip behind them. kept: the latents before them, None where they are not to be kept."""
+        self, latents: Tensor, before: Clip, kept: tuple[Tensor, ...] | None, assumptions: Assumptions
+    ) -> tuple[Tensor, Clip]:  # fmt: skip
+        """The frames of latents, and the clip behind them. kept: the latents before them; None: keep none."""
         entries = self.vae._cached_conv_counts["decoder"]
         missing = kept if before.cache is None and kept else ()
         if before.cache is None:
-            cache = [None] * entries if self.graph else Kept(entries, rings=kept is not None)  # a graph has no use for rings
+            # a graph needs caches that stay where they are: no rings
+            cache = [None] * entries if self.graph else Kept(entries, rings=kept is not None)
             steps = Steps(self.vae, cache, watch_layouts=self.graph)
         else:
-            cache = before.cache.fork() if kept is None and isinstance(before.cache, Kept) else before.cache
+            cache = before.cache
+            if kept is None:
+                cache = cache.fork() if isinstance(cache, Kept) else list(cache)
             steps = Steps(self.vae, cache, begun=before.begun, steady=before.steady, watch_layouts=self.graph)
         last = None if kept is None else collections.deque(kept, latents_needed(entries))
 
@@ -504,11 +528,14 @@ class DecodeStream:
         except BaseException:
             if isinstance(cache, Kept):
                 cache.release()
+            elif self.captured is None or cache is not self.captured.cache:
+                cache.clear()
             raise
         model, conditions = assumptions
-        return video, Clip(True, steps.steady, steps.cache, None if last is None else tuple(last), conditions, model)
+        latest = None if last is None else tuple(last)
+        return video, Clip(True, steps.steady, steps.cache, latest, conditions, model)
 
-    def _replayed(self, steps: Steps, latent: Tensor, assumptions: tuple[ModelSnapshot, Conditions]) -> Tensor:
+    def _replayed(self, steps: Steps, latent: Tensor, assumptions: Assumptions) -> Tensor:
         """A step by the graph, once the caches are full and lie in the graph's buffers."""
         captured = self.captured
         if captured is None or steps.cache is not captured.cache:
@@ -525,9 +552,15 @@ class DecodeStream:
         return captured(latent)
 
     def _decode_traced(self, z: Tensor) -> Tensor:
-        """`decode` inside a compiled program, which has checks of its own and changes nothing here before it has ended."""
+        """`decode` in a compiled program, which has its own guards, and changes nothing before it ends."""
         before = self._clip
         cache = Kept(self.vae._cached_conv_counts["decoder"], rings=False)
+        has_rings = isinstance(before.cache, Kept) and before.cache.rings
+        if has_rings or (before.begun and before.cache is None):
+            raise RuntimeError(
+                "DecodeStream: this clip keeps frames in rings, or was interrupted, and cannot go on in a "
+                "compiled program; decode outside of torch.compile, or call reset() to begin another clip"
+            )
         if before.cache is not None:
             cache[:] = before.cache
         steps = Steps(self.vae, cache, begun=before.begun)
@@ -539,12 +572,14 @@ class DecodeStream:
         """The model of the clip, which has not changed since."""
         if clip.model is None:
             self._drop_stale_graph()
-            return ModelSnapshot(self.vae, for_graph=self.graph) if self.captured is None else self.captured.assumptions[0]
+            if self.captured is not None:
+                return self.captured.assumptions[0]
+            return ModelSnapshot(self.vae, for_graph=self.graph)
         change = clip.model.change()
         if change is not None:
             raise RuntimeError(
-                f"DecodeStream: {change} since this clip began, and what is kept of the frames before comes from the model as it was; "
-                "call reset() to begin another clip with the model as it is now"
+                f"DecodeStream: {change} since this clip began, and what is kept of its frames comes from "
+                "the model as it was; call reset() to begin another clip with the model as it is now"
             )
         return clip.model
 
@@ -553,19 +588,22 @@ class DecodeStream:
         _check_latents(z, self.vae)
         gradients = torch.is_grad_enabled() and (z.requires_grad or model.wants_gradients())
         if self.graph and torch.is_grad_enabled():
-            raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
+            given = "graph=True was asked for and gradients are enabled"
+            raise RuntimeError(f"{given}; a CUDA graph has none, decode under torch.no_grad()")
         conditions = Conditions.of(z, gradients)
         if clip.conditions is not None and clip.conditions != conditions:
-            pairs = zip(Conditions._fields, conditions, clip.conditions, strict=True)
-            given, needed = zip(*((f"{name} {now}", f"{name} {was}") for name, now, was in pairs if now != was), strict=True)
+            both = zip(Conditions._fields, conditions, clip.conditions, strict=True)
+            others = [(name, now, was) for name, now, was in both if now != was]
+            given = ", ".join(f"{name} {now}" for name, now, _ in others)
+            needed = ", ".join(f"{name} {was}" for name, _, was in others)
             raise ValueError(
-                f"DecodeStream.decode: latents {list(z.shape)} with {', '.join(given)}; this clip began with {', '.join(needed)}, which "
-                "needs to be the same for all of its latents: call reset() to begin another clip"
+                f"DecodeStream.decode: latents {list(z.shape)} with {given}; this clip began with {needed}, "
+                "which needs to be the same for all of its latents: call reset() to begin another clip"
             )
         return conditions
 
     def _drop_stale_graph(self) -> None:
-        """Give the memory of a graph back, and that of the weights it reads, if it was captured of another model than there is now."""
+        """Free a graph that was captured before the model changed, and the weights that it reads."""
         if self.captured is not None and self.captured.assumptions[0].change() is not None:
             self.captured = None
 
@@ -585,8 +623,8 @@ class DecodeStream:
 
 
 ONE_AT_A_TIME = (
-    "another call of this stream is running, in another thread or in the model that called a hook; latents of a clip are decoded one "
-    "after the other: wait for it, or use a DecodeStream for each clip"
+    "another call of this stream is running, in another thread or around the hook that made this one; the "
+    "latents of a clip are decoded one after the other: wait for it, or use a DecodeStream for each clip"
 )
 
 
@@ -602,18 +640,19 @@ def _check_latents(z: Any, vae: Any) -> None:
             + ("; add the batch with z.unsqueeze(0)" if z.dim() == 4 else "")
         )
     if not z.is_floating_point() or z.layout is not torch.strided:
-        raise ValueError(f"DecodeStream.decode: latents of {z.dtype} in layout {z.layout}, it needs dense floating-point latents")
+        given = f"latents of {z.dtype} in layout {z.layout}"
+        raise ValueError(f"DecodeStream.decode: {given}, it needs dense floating-point latents")
     entry = vae.post_quant_conv
     weight = getattr(entry, "weight", None)
-    hooked = entry._forward_pre_hooks or "forward" in vars(entry)  # they may put the latents where the weights are
+    hooked = entry._forward_pre_hooks or "forward" in vars(entry)  # may bring the latents to the weights
     if hooked or not isinstance(weight, Tensor) or weight.is_meta or weight.dtype.itemsize < 2:
         return
     if z.device != weight.device:
-        raise ValueError(
-            f"DecodeStream.decode: latents on {z.device}, the model is on {weight.device}; move one of them, z.to({str(weight.device)!r})"
-        )
+        said = f"latents on {z.device}, the model is on {weight.device}"
+        raise ValueError(f"DecodeStream.decode: {said}; move one of them, z.to({str(weight.device)!r})")
     if z.dtype != weight.dtype and not torch.is_autocast_enabled(z.device.type):
-        raise ValueError(f"DecodeStream.decode: latents of {z.dtype}, the model is of {weight.dtype}; convert them, z.to({weight.dtype})")
+        said = f"latents of {z.dtype}, the model is of {weight.dtype}"
+        raise ValueError(f"DecodeStream.decode: {said}; convert them, z.to({weight.dtype})")
 
 
 def _unpatched(x: Tensor, patch: int) -> Tensor:
