@@ -12,6 +12,7 @@ from tests.models.played import play_graphs
 from tests.models.zoo import made, random
 from turnout.models import DecodeStream, frames
 from turnout.models.frames import latents_needed
+from turnout.models.graphs import CapturedStep
 
 NAMES = ["wan", "wan22", "qwen-image-vae"]
 OPS = ["conv2d", "conv3d", "causal_conv3d", "upsample_conv2d", "rms_norm_silu", "attention"]
@@ -300,15 +301,13 @@ def test_repeat_after_signals(case, request):
 @pytest.mark.parametrize("moment", ["first run", "capture", "copied latent", "replay", "after the replay"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
-    from turnout.models import graphs
-
     model = video_decoder("wan", True)
     z = latents(model, 8)
     parts = z.split([3, 2, 2, 1], 2)
     expected = undisturbed(model, *parts)
     failure = Failure()
 
-    class Failing(graphs.CapturedStep):
+    class Failing(CapturedStep):
         def __init__(self, step, *rest):
             def watched(latent, cache):
                 frames = step(latent, cache)
@@ -348,6 +347,60 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
     assert failed >= (1 if moment == "capture" else 2)
     assert stream.captured is not None
     assert played.replays
+
+
+class BrokenCapture:
+    """Stands in for `torch.cuda.graph`: its end raises once more after a failure, and stays on its stream."""
+
+    is_open = interrupted = False
+
+    def __init__(self, graph, stream):
+        graph.capture_end = self.end
+        self.stream = stream
+
+    def __enter__(self):
+        torch.cuda.set_stream(self.stream)
+        BrokenCapture.is_open = True
+        if BrokenCapture.interrupted:
+            raise KeyboardInterrupt("planted")
+
+    def __exit__(self, kind, value, traceback):
+        self.end()
+        if kind is not None:
+            raise RuntimeError("the capture was invalidated")
+
+    @staticmethod
+    def end():
+        BrokenCapture.is_open = False
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_failed_capture_says_why_and_leaves_nothing_behind(error, interrupted, monkeypatch):
+    capture = CapturedStep._capture
+    play_graphs(monkeypatch)
+    streams = []
+    monkeypatch.setattr(CapturedStep, "_capture", capture)
+    monkeypatch.setattr(torch.cuda, "graph", BrokenCapture)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: BrokenCapture.is_open)
+    monkeypatch.setattr(BrokenCapture, "interrupted", interrupted)
+    calls = Failure()
+    calls.arm(2, error)  # the first one is not captured
+
+    def step(latent, cache):
+        calls()
+        return latent
+
+    expected = KeyboardInterrupt if interrupted or error is KeyboardInterrupt else RuntimeError
+    message = "planted" if expected is KeyboardInterrupt else r"as a CUDA graph \(ValueError: planted\)"
+    try:
+        raise KeyboardInterrupt("of before")  # as where a call is repeated in the handler of an interrupt
+    except KeyboardInterrupt:
+        with pytest.raises(expected, match=message):
+            CapturedStep(step, torch.zeros(1), [])
+    assert not BrokenCapture.is_open
+    assert streams[-1] is torch.cuda.current_stream()
 
 
 def test_hook_that_raises_in_a_replay_by_graph_is_not_run_but_refused(played):

@@ -33,9 +33,9 @@ def play_graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", types.SimpleNamespace)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
     for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given: stream)
+        stream = types.SimpleNamespace(wait_stream=lambda other: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *given, stream=stream: stream)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("diffusers.ModelMixin.device", torch.device("cuda"))

@@ -187,3 +187,28 @@ def test_memory(monkeypatch):
         peaks[way] = peak.most / (frame * 32 * 2)  # in frames of that size
     # two frames of the convolution to colours become its sums; of what is being computed there is one instead of two
     assert peaks["one by one"] < min(0.55 * peaks["stock"], peaks["two by two"] - 3)
+
+
+@pytest.mark.parametrize("way", ["stock", "two by two", "one by one"])
+@torch.no_grad()
+def test_memory_of_a_stream(way, monkeypatch):
+    """What a step that may fail has replaced is not held until it has succeeded."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    zeros, ones = [0.0] * 4, [1.0] * 4
+    model = AutoencoderKLWan(base_dim=16, z_dim=4, num_res_blocks=1, latents_mean=zeros, latents_std=ones)
+    model = model.bfloat16().eval()
+    if way != "stock":
+        turnout.accelerate(model)
+    z = random(1, 4, 4, 4, 6).bfloat16()
+    monkeypatch.setattr(frames, "SLACK", 4)
+    monkeypatch.setitem(frames.LARGE, "cpu", 2**40 if way == "two by two" else 32 * 48)
+    peaks = {}
+    for latents in (1, 4):
+        with monkeypatch.context() as patch, Peak(model, patch) as peak:
+            stream = DecodeStream(model)
+            for part in z.split(latents, 2):
+                stream.decode(part)
+        peaks[latents] = peak.most
+    assert peaks[1] < peaks[4]
