@@ -564,6 +564,27 @@ def test_changes_that_do_not_matter_are_allowed():
     assert torch.equal(stream.decode(z[:, :, 2:]), expected[2])
 
 
+def test_weights_may_be_on_the_meta_device_between_calls():
+    """As offloading does it, layer by layer: each call puts other tensors in their place for a while."""
+    model = video_decoder("wan", False)
+    z, stream = latents(model), DecodeStream(model)
+    expected = undisturbed(model, z[:, :, :1], z[:, :, 1:])
+    for layer in (model.post_quant_conv, model.decoder.conv_in, model.decoder.conv_out):
+        weight = layer.weight.detach()
+
+        def bring(layer, *unused, weight=weight):
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+        def take_away(layer, *unused, weight=weight):
+            layer.weight = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+
+        take_away(layer)
+        layer.register_forward_pre_hook(bring)
+        layer.register_forward_hook(take_away)
+    assert torch.equal(stream.decode(z[:, :, :1]), expected[0])
+    assert torch.equal(stream.decode(z[:, :, 1:]), expected[1])
+
+
 def test_converted_model_does_not_take_the_latents_of_before():
     model = video_decoder("wan", False)
     z, stream = latents(model), DecodeStream(model)
