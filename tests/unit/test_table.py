@@ -334,6 +334,22 @@ def test_a_stale_row_is_a_miss_that_doctor_lists(tmp_path, monkeypatch):
     assert "1 row with other kernels than these: dot cpu-chunks (1)" in check.note
 
 
+def test_a_row_whose_fastest_route_has_changed_is_a_miss_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "SHIPPED", tmp_path)
+    routes = {name: DOT.routes[name] for name in ("single-launch", "two-stage")}
+    measured = row(
+        us={"reference": 50.0, "single-launch": 100.0, "two-stage": 10.0}, machine={}, versions={"triton": "3.6.0"},
+        version={name: route.version for name, route in routes.items()},
+        config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}, "single-launch": {"block": 8192, "warps": 16}},
+        code_hash={"two-stage": "0" * 16, "single-launch": routes["single-launch"].code_hash},
+    )  # fmt: skip
+    export([measured], H200, tmp_path / "nvidia-h200.json")
+    assert explained(device="h200").authority == "model"
+    slower = replace(measured, us={"reference": 50.0, "single-launch": 5.0, "two-stage": 10.0})
+    export([slower], H200, tmp_path / "nvidia-h200.json")
+    assert explained(device="h200").chosen == "single-launch"
+
+
 def test_rows_are_plain_data():
     assert Row.parse(json.loads(json.dumps(row().json()))) == row()
     mode = publish(row(), CPU).stat().st_mode

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from turnout.launch import operands
 from turnout.launch.launcher import compile_options
 from turnout.launch.recording import Launch
 from turnout.routing.device import Device
@@ -87,20 +88,20 @@ def compile_launches(launches: Iterable[Launch], device: Device) -> list[Compile
     compiled: dict[str, Compiled] = {}
     for launch in launches:
         with compiling_for(device):
-            kernel, log = _compile(launch)
+            kernel, log = _compile(launch, device.backend or "cuda")
         if kernel.hash not in compiled:
             compiled[kernel.hash] = Compiled(launch, kernel, _resources(kernel, log))
     return list(compiled.values())
 
 
-def _compile(launch: Launch) -> tuple[Any, str]:
+def _compile(launch: Launch, backend: str) -> tuple[Any, str]:
     """The compiled kernel of a launch, and what ptxas said; nothing if it was in Triton's cache already."""
     from triton import knobs
 
-    options = compile_options(launch.warps, launch.options)
     said = io.StringIO()
-    with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+    with operands.compiling(launch.options) as known, knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
+        options = compile_options(launch.warps, known, backend)
         arguments = (*launch.tensors, *launch.numbers)
         kernel = launch.kernel.warmup(*arguments, **launch.constants, grid=(launch.programs,), **options)
     return kernel, said.getvalue()

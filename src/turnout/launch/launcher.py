@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.launch import recording
+from turnout.launch import operands, recording
 from turnout.launch.descriptors import encode
 from turnout.launch.direct import DirectLauncher, direct_launcher
 
 _MOST_KEPT = 4096
+BACKEND = "cuda" if torch.version.hip is None else "hip"  # Triton's name of what torch calls CUDA devices
 _kept: dict[tuple, DirectLauncher] = {}
 _hooks: list[Any] = []  # Triton's launch hooks, once it was needed
 
@@ -64,13 +65,15 @@ def _launch_elsewhere(kernel, programs, tensors, numbers, constants, warps, opti
     if recording.recording is not None:
         recording.recording.append(recording.Launch(kernel, programs, tensors, numbers, constants, warps, options))
         return
-    kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, options))
+    with operands.compiling(options) as known:
+        kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
 
 
 def _first_launch(key, kernel, programs, tensors, numbers, constants, warps, options) -> None:
     from triton import knobs
 
-    compiled = kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, options))
+    with operands.compiling(options) as known:
+        compiled = kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
     if compiled is not None:  # Triton's interpreter compiles nothing
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
@@ -78,10 +81,14 @@ def _first_launch(key, kernel, programs, tensors, numbers, constants, warps, opt
         _kept[key] = direct_launcher(compiled, _argument_count(tensors) + len(numbers) + len(constants))
 
 
-def compile_options(warps: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What Triton is told besides a kernel's arguments. A product and a sum may round once unless a launch says
-    otherwise: Triton 3.9 warns where nobody decides that, and from 3.10 on it would not fuse."""
-    return {"num_warps": warps, "enable_fp_fusion": True, **options}
+def compile_options(warps: int, options: Mapping[str, Any], backend: str = BACKEND) -> dict[str, Any]:
+    """What Triton is told besides a kernel's arguments; what is None is left to it.
+
+    A product and a sum may round once unless a launch says otherwise: Triton 3.9 warns where nobody decides that, and
+    from 3.10 on it would not fuse. Only NVIDIA's compiler can be told how many registers to use.
+    """
+    known = {name: value for name, value in options.items() if value is not None and (backend == "cuda" or name != "maxnreg")}
+    return {"num_warps": warps, "enable_fp_fusion": True, **known}
 
 
 def _argument_count(tensors: tuple[Any, ...]) -> int:
@@ -129,8 +136,9 @@ def prepare_launch(
         real = tuple([torch.view_as_real(x) if x is not None and x.is_complex() else x for x in tensors])
         launch(kernel, programs, real, numbers, constants, warps=warps, **options)
         if here and ready.kernel is None:
-            named = {**constants, **compile_options(warps, options)}
-            compiled = kernel.warmup(*real, *numbers, **named, grid=(programs,))  # what was launched
+            with operands.compiling(options) as known:  # finds what was launched
+                named = {**constants, **compile_options(warps, known)}
+                compiled = kernel.warmup(*real, *numbers, **named, grid=(programs,))
             ready = ready if compiled is None else direct_launcher(compiled, len(addresses) + len(rest))
         return True
 

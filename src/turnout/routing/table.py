@@ -118,10 +118,13 @@ class Table:
 
     def _usable(self, op: Op, problem: Any, row: Row, note: str, *, nearby: bool = False) -> Measurement | None:
         """The part of a row that counts. For a problem nearby, or another Triton, a route's first configuration
-        stands in for one that it does not offer."""
+        stands in for one that it does not offer. None where the fastest route has changed since: the times of the
+        others say nothing of what is best now."""
+        stale = set(stale_routes(op, row))
+        if min(row.us, key=row.us.__getitem__) in stale:
+            return None
         us: dict[str, float] = {REFERENCE: row.us[REFERENCE]}
         configs: dict[str, Mapping[str, Any]] = {}
-        stale = set(stale_routes(op, row))
         nearby = nearby or row.triton != self.device.triton
         for name, time in row.us.items():
             if name == REFERENCE or name in stale or any(op.routes[name].refuses(problem, self.device)):

@@ -69,11 +69,11 @@ def produce(
 
 
 @gluon.jit
-def wait_full(ring, full, at, SLOTS: gl.constexpr):
-    """The slot of the at-th piece that the producer loaded, once it is there."""
+def wait_full(ring, full, at, zero, SLOTS: gl.constexpr):
+    """The slot of the at-th piece that the producer loaded, once it is there. zero: see `consume`."""
     slot = at % SLOTS
     mbarrier.wait(full.index(slot), (at // SLOTS) & 1)
-    return ring.index(slot)
+    return ring.index(slot + zero)
 
 
 @gluon.jit
@@ -175,7 +175,7 @@ def consume(
     mbarrier.wait(q_full, 0)
     at = 0
     for c in gl.static_range(CHUNKS):
-        chunk = wait_full(ring, full, at, SLOTS)
+        chunk = wait_full(ring, full, at, 0, SLOTS)
         s = warpgroup_mma(q_s.index(c).reshape([BM, DC]), chunk.reshape([BN, DC]).permute((1, 0)), s, use_acc=c > 0, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=0, deps=(s,))
         release(empty, at, SLOTS)
@@ -186,12 +186,14 @@ def consume(
     fence_async_shared()
 
     for n in range(first + BN, last, BN):
+        # 0, but not known before: else the addresses of q and of the slots are worked out ahead and kept in registers,
+        # which are needed for sums. (For q that is so with every ptxas, for the slots with 13.3 and 13.4.)
+        zero = n >> 30
         # Scores of this block; meanwhile the sums so far are brought to the maximum of the block before.
         for c in gl.static_range(CHUNKS):
-            piece = wait_full(ring, full, at, SLOTS)
-            # n >> 30 is 0, but says so too late for the addresses of q to be kept in 64 registers.
+            piece = wait_full(ring, full, at, zero, SLOTS)
             s = warpgroup_mma(
-                q_s.index(c + (n >> 30)).reshape([BM, DC]), piece.reshape([BN, DC]).permute((1, 0)), s, use_acc=c > 0, is_async=True
+                q_s.index(c + zero).reshape([BM, DC]), piece.reshape([BN, DC]).permute((1, 0)), s, use_acc=c > 0, is_async=True
             )
             if c == 0:
                 acc0 = acc0 * gl.convert_layout(old, gl.SliceLayout(1, layout0))[:, None]
@@ -203,7 +205,7 @@ def consume(
         # p v of the block before this; its last two products go on while the softmax of this block is taken.
         for i in gl.static_range(PARTS):
             p_part = p_s.index(turn).slice(i * BK, BK, dim=1)
-            piece = v_block(wait_full(ring, full, at, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
+            piece = v_block(wait_full(ring, full, at, zero, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
             acc0 = warpgroup_mma(p_part, piece, acc0, is_async=True)
             if i == 0:
                 s, acc0 = warpgroup_mma_wait(num_outstanding=1, deps=(s, acc0))
@@ -211,7 +213,7 @@ def consume(
                 acc0, acc1 = warpgroup_mma_wait(num_outstanding=1, deps=(acc0, acc1))
             release(empty, at - 1, SLOTS)
             at += 1
-            piece = v_block(wait_full(ring, full, at, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
+            piece = v_block(wait_full(ring, full, at, zero, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
             acc1 = warpgroup_mma(p_part, piece, acc1, is_async=True)
             if i < PARTS - 1:
                 acc0, acc1 = warpgroup_mma_wait(num_outstanding=1, deps=(acc0, acc1))
@@ -231,10 +233,10 @@ def consume(
     acc1 = acc1 * gl.convert_layout(old, gl.SliceLayout(1, layout1))[:, None]
     for i in gl.static_range(PARTS):
         p_part = p_s.index(turn).slice(i * BK, BK, dim=1)
-        piece = v_block(wait_full(ring, full, at, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
+        piece = v_block(wait_full(ring, full, at, 0, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
         acc0 = warpgroup_mma(p_part, piece, acc0, is_async=True)
         at += 1
-        piece = v_block(wait_full(ring, full, at, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
+        piece = v_block(wait_full(ring, full, at, 0, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
         acc1 = warpgroup_mma(p_part, piece, acc1, is_async=True)
         at += 1
     acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1))

@@ -223,10 +223,11 @@ def with_implicit_gemm_hopper(
 @CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
 def with_narrow_out(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, *, rows: int = 16, columns: int = 128,
+    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
+    *, rows: int = 16, columns: int = 128, warps: int = 4,
 ) -> Tensor:  # fmt: skip
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(NARROW, *call, rows=rows, columns=columns)
+    return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 @CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))

@@ -67,7 +67,11 @@ def fetch(
     BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
     BY_FRAME: gl.constexpr,
 ):  # fmt: skip
-    """BU, BW: how far apart boxes are. They may overlap."""
+    """BU, BW: how far apart boxes are. They may overlap.
+
+    One warp with 24 registers a thread. Written out for all places, what it works out ahead would not fit: so LLVM must
+    not know how many there are, and `zero` is not known to be 0."""
+    zero = frames >> 31
     PLACES: gl.constexpr = SLOTS + KS - 1
     X_BYTES: gl.constexpr = 128 * BC * x.dtype.primitive_bitwidth // 8
     W_BYTES: gl.constexpr = (BN1 + BN2) * BC * x.dtype.primitive_bitwidth // 8
@@ -82,7 +86,7 @@ def fetch(
                     for block in range(channel_blocks):
                         stage = group % STAGES
                         phase = (group // STAGES) & 1 ^ 1
-                        for p in gl.static_range(PLACES):
+                        for p in range(PLACES + zero):
                             ready = full.index(stage * PLACES + p)
                             mbarrier.wait(free_x.index(stage * PLACES + p), phase)
                             if p < KS:
@@ -203,6 +207,7 @@ def accumulate(
     PLACES: gl.constexpr = SLOTS + KS - 1
     PIECES: gl.constexpr = 2 if BN2 > 0 else 1
     HELD: gl.constexpr = (PLACES if BITS == 32 else PLACES - 1) if RS else 0  # places that go through registers
+    gl.assume(groups > 0)  # else the sums are copied for the case that there is none (400 instructions)
     for g in range(groups):
         stage = group % STAGES
         phase = (group // STAGES) & 1

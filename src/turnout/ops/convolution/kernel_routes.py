@@ -91,7 +91,7 @@ IMPLICIT_GEMM_HOPPER = Kernel(
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), NARROW,
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading(0.28, 1.3), NARROW,
     (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT_HOPPER = Kernel(
@@ -250,9 +250,10 @@ def with_implicit_gemm_hopper(
 
 def with_narrow_out(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, rows: int = 16, columns: int = 128,
+    residual: Tensor | None, *, rows: int = 16, columns: int = 128, warps: int = 4,
 ) -> Tensor:  # fmt: skip
-    return convolved(NARROW, input, weight, bias, stride, padding, dilation, groups, residual, rows=rows, columns=columns)
+    call = (input, weight, bias, stride, padding, dilation, groups, residual)
+    return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 def with_narrow_out_hopper(

@@ -105,7 +105,7 @@ def _launch_implicit_gemm(
     from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
 
     tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
-    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4)
+    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, operands_are_kept=True)
 
 
 Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
@@ -193,7 +193,7 @@ def implicit_gemm_hopper_configs(task: Task, device: Device) -> list[Config]:
 def narrow_out(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
     residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
-    rows: int = 16, columns: int = 128,
+    rows: int = 16, columns: int = 128, warps: int = 4,
 ) -> None:  # fmt: skip
     """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
     from turnout.launch import launch
@@ -211,11 +211,13 @@ def narrow_out(
     numbers = (strips, *numbers_of(x, weight, out, padding, residual, cache))
     programs = out.shape[0] * out.shape[2] * strips * ceil_div(out.shape[4], columns - kw + 1)
     # One stage: Triton 3.6 fails to pipeline sums that move from one accumulator to the next.
-    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=4, num_stages=1)
+    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=warps, num_stages=1)
 
 
-def narrow_out_configs(task: Task) -> list[Config]:
-    return [{"rows": 16, "columns": 128}]
+def narrow_out_configs(device: Device) -> list[Config]:
+    """On Hopper as it was measured there; elsewhere four warps would need more registers than there are."""
+    config: Config = {"rows": 16, "columns": 128}
+    return [config if device.capability == (9, 0) else {**config, "warps": 8}]
 
 
 def narrow_out_hopper(
@@ -244,7 +246,9 @@ def _launch_narrow_out(
 
     kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
-    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers)
+    launch(
+        kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers, operands_are_kept=True
+    )  # fmt: skip
 
 
 @functools.lru_cache(4096)

@@ -16,6 +16,7 @@ from turnout.routing.op import Config
 
 MOST_STATES = 256
 LONGEST = 2**31 - 1
+AHEAD = 8  # steps that a warp reads at a time where it is alone
 HELD = 512  # states of one warp, 16 to a thread
 NAMES = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
@@ -60,12 +61,12 @@ def configs(problem: SelectiveScan, device: Device) -> list[Config]:
     channels = fewer_channels(problem.states, problem.batch, problem.dim, 4 * device.units)
     if problem.length == 1:
         return [{"channels": channels, "steps": 1, "warps": 1}]
-    tries = [(channels, 8 if channels <= 8 else 4), (channels, 4 if channels <= 8 else 8), (max(4, channels // 2), 4)]
+    tries = [(channels, AHEAD if channels <= 8 else 4), (channels, 4 if channels <= 8 else AHEAD), (max(4, channels // 2), 4)]
     return [{"channels": n, "steps": steps, "warps": 1} for n, steps in tries]
 
 
 @SELECTIVE_SCAN.route(
-    "one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=2,
+    "one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=3,
     kernels=("turnout.ops.selective_scan.kernels:scan",),
 )  # fmt: skip
 def one_launch(
@@ -89,5 +90,7 @@ def one_launch(
     }  # fmt: skip
     skip, bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
     tensors = (x, dt, A, B, C, skip, z, bias, initial_state, y, final)
-    launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps=warps)
+    # A warp that reads far ahead has a scheduler for itself: all registers are its own, and ptxas need not save any.
+    registers = 255 if steps == AHEAD else None
+    launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps=warps, maxnreg=registers)
     return y, final
