@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -114,5 +115,7 @@ def cpu_channels(
     shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
     given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
-    in_shares(lambda first, last: update(*given, first, last), tiles_of(batch, dim))
+    run = functools.partial(update, *given)
+    run(0, 0)  # compiles: an interruption of that must not leave some of the states updated
+    in_shares(run, tiles_of(batch, dim))
     return out

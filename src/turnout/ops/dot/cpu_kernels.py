@@ -40,7 +40,7 @@ def _kernel(widen, zero):
     """Part p of `out` is one chunk of one sum: products of a[row * a_step + i] and b[row * b_step + i]."""
 
     @numba.njit(nogil=True, fastmath=_REORDER)
-    def sum_chunks(a, b, a_step, b_step, length, first, last, out):
+    def sum_chunks(a, b, a_step, b_step, length, out, first, last):
         per_sum = (length + CHUNK - 1) // CHUNK
         for part in range(first, last):
             row, start = part // per_sum, (part % per_sum) * CHUNK
