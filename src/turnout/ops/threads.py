@@ -18,14 +18,15 @@ thread runs a share of the work inside a C callback, where whatever is raised is
 
 from __future__ import annotations
 
+import _thread
 import collections
 import ctypes
 import functools
+import itertools
 import os
 import queue
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def in_shares(work: Callable[[int, int], object], parts: int) -> None:
     failures: list[BaseException] = []
     shares = [_share(work, parts * i // threads, parts * (i + 1) // threads, ended, failures) for i in range(threads)]
     for share in shares:
-        next(share)
-    calls = map(next, shares)  # each value that is taken runs one share; all threads take from here
+        next(share, None)
+    calls = map(next, shares, itertools.repeat(None))  # each value that is taken runs one share; all threads take from here
     runtime = _runtime()
     if runtime is None:
         _run_on_helpers(calls, threads, failures)
@@ -67,10 +68,10 @@ def in_shares(work: Callable[[int, int], object], parts: int) -> None:
 def _share(
     work: Callable[[int, int], object], first: int, last: int, ended: list[int], failures: list[BaseException]
 ) -> Iterator[None]:
-    """Run `work(first, last)` when the second value is asked for, and record how it ended."""
+    """Run `work(first, last)` when it is resumed, and record how that ended."""
     try:
         yield
-    except GeneratorExit:  # never asked for
+    except GeneratorExit:  # never resumed
         return
     except BaseException as interruption:  # a signal handler raised as the share began
         failures.append(interruption)
@@ -79,7 +80,6 @@ def _share(
         ended.append(first)
     except BaseException as failure:
         failures.append(failure)
-    yield
 
 
 def _run_all(calls: Iterator[None]) -> None:
@@ -121,33 +121,67 @@ def _runtime() -> Any:
     return library if hasattr(library, "GOMP_parallel") else None
 
 
+class _Task:
+    """The shares of one call, for helpers to take from."""
+
+    def __init__(self, calls: Iterator[None], helpers: int, failures: list[BaseException]):
+        self.calls, self.failures = calls, failures
+        self.running = bytearray(helpers)  # 1 while that helper may be running a share
+        self.ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the caller early; `running` is what counts
+
+    def help(self, helper: int) -> None:
+        """Run shares that nobody has taken; none if the helper comes late."""
+        self.running[helper] = 1
+        try:
+            _run_all(self.calls)
+        finally:
+            self.running[helper] = 0
+            self.ends.put(None)
+
+    def finish(self) -> None:
+        """Run the shares that nobody has taken, and wait for those that helpers run, however many signals arrive meanwhile.
+
+        May be interrupted anywhere, and called again.
+        """
+        while True:
+            try:
+                _run_all(self.calls)
+                while any(self.running):
+                    try:
+                        self.ends.get(timeout=0.001)
+                    except queue.Empty:
+                        pass
+                return
+            except BaseException as interruption:
+                self.failures.append(interruption)
+
+
 class _Helpers:
-    """Threads of our own that wait for shares to run."""
+    """Threads of our own that wait for tasks."""
 
     def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[tuple[Iterator[None], threading.Lock]] = queue.SimpleQueue()
+        self.tasks: queue.SimpleQueue[tuple[_Task, int]] = queue.SimpleQueue()
         self.threads = 0
 
-    def ask(self, calls: Iterator[None], latches: list[threading.Lock]) -> None:
-        """Ask one helper per latch to run shares while it holds the latch. Helpers may come late, or never."""
+    def ask(self, task: _Task, helpers: int) -> None:
+        """Ask so many helpers to take part in a task. They may come late, or never."""
         try:
-            while self.threads < len(latches):
-                threading.Thread(target=self._serve, name=f"turnout-{self.threads}", daemon=True).start()
+            while self.threads < helpers:
+                _thread.start_new_thread(self._serve, ())  # one C call; `threading` could be interrupted halfway
                 self.threads += 1
         except (RuntimeError, MemoryError):  # no more threads to be had: the caller runs what nobody takes
             pass
-        for latch in latches[: self.threads]:
-            self.tasks.put((calls, latch))
+        for helper in range(min(helpers, self.threads)):
+            self.tasks.put((task, helper))
 
     def _serve(self) -> None:
         while True:
-            calls, latch = self.tasks.get()
+            task, helper = self.tasks.get()
             try:
-                with latch:
-                    _run_all(calls)
+                task.help(helper)
             except BaseException:  # a share that could not even record its failure is missing among those that ended
                 pass
-            del calls, latch
+            del task
 
 
 _helpers = _Helpers()
@@ -155,31 +189,17 @@ _helpers = _Helpers()
 
 def _run_on_helpers(calls: Iterator[None], threads: int, failures: list[BaseException]) -> None:
     """Run all shares on this thread and on helpers. Returns, or raises, when all have ended."""
-    latches = [threading.Lock() for _ in range(threads - 1)]
-    # Each repetition is there for one more signal that arrives at the very bytecode between two `try`.
+    task = _Task(calls, threads - 1, failures)
     try:
-        _helpers.ask(calls, latches)
-    finally:
         try:
-            _finish(calls, latches, failures)
-        finally:
             try:
-                _finish(calls, latches, failures)
+                _helpers.ask(task, threads - 1)
             finally:
-                _finish(calls, latches, failures)
-
-
-def _finish(calls: Iterator[None], latches: list[threading.Lock], failures: list[BaseException]) -> None:
-    """Run the shares that nobody has taken, then wait for those that helpers have, however many signals arrive meanwhile."""
-    while True:
-        try:
-            _run_all(calls)
-            for latch in latches:  # a helper that comes later finds no share left
-                with latch:
-                    pass
-            return
-        except BaseException as interruption:
-            failures.append(interruption)
+                task.finish()
+        finally:  # again, for a signal that arrived between two `try`
+            task.finish()
+    finally:
+        task.finish()
 
 
 def _after_fork() -> None:
