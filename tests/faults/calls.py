@@ -28,8 +28,7 @@ def sized_cases(op_name):
         where = {FIRST: "channel-first", LAST: "channel-last"}
         plain = [case("signals", "", (2, 384, 2048), where[layout], dtype) for dtype, layout in layouts]
         return plain + [
-            case("signals", "", (1, 384, 2048), where[layout], dtype, width=3, sequences=3, states=True)
-            for dtype, layout in layouts
+            case("signals", "", (1, 384, 2048), where[layout], dtype, width=3, sequences=3, states=True) for dtype, layout in layouts
         ]
     if op_name == "causal_conv1d_update":
         case = importlib.import_module("turnout.ops.causal_conv1d_update.cases").case

@@ -152,10 +152,8 @@ def attack(op, route, kind, count):
                 signals.inside = True
                 outputs = as_tuple(expected.call.run(*args))
                 signals.inside = False
-            except (Alarm, KeyboardInterrupt) as interruption:
+            except signals.exception:
                 raised = True
-                assert signals.raised > raises, "the call raised before a signal arrived"
-                assert isinstance(interruption, signals.exception) or "did not finish" in str(interruption)
             finally:
                 signals.inside = False
             end = time.monotonic() + 60
@@ -164,7 +162,7 @@ def attack(op, route, kind, count):
                 time.sleep(1e-4)
             counts["sent"] += 1
             counts["raised" if raised else "finished"] += 1
-            counts["lost"] += not raised and signals.raised > raises
+            counts["lost"] += signals.raised - raises - raised
             found = expected.mismatch(args, outputs, raised)
             if found is None and raised:  # the next one is right
                 del args, outputs

@@ -240,9 +240,7 @@ def test_interrupted_at_any_bytecode(again):
 def run(code, **environment):
     """Run a program in a process of its own, and return what it printed."""
     source = "import torch\ntorch.set_num_threads(2)\n" + textwrap.dedent(code)
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
-    )
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
 

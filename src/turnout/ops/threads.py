@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import _thread
 import collections
+import contextlib
 import ctypes
 import functools
+import importlib
 import itertools
 import os
 import queue
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +68,7 @@ def in_shares(work: Callable[[int, int], object], parts: int) -> None:
         _raise(failures)
 
 
-def _share(
-    work: Callable[[int, int], object], first: int, last: int, ended: list[int], failures: list[BaseException]
-) -> Iterator[None]:
+def _share(work: Callable[[int, int], object], first: int, last: int, ended: list[int], failures: list[BaseException]) -> Iterator[None]:
     """Run `work(first, last)` when it is resumed, and record how that ended."""
     try:
         yield
@@ -124,8 +125,8 @@ def _runtime() -> Any:
 class _Task:
     """The shares of one call, for helpers to take from."""
 
-    def __init__(self, calls: Iterator[None], helpers: int, failures: list[BaseException]):
-        self.calls, self.failures = calls, failures
+    def __init__(self, calls: Iterator[None], helpers: int):
+        self.calls = calls
         self.running = bytearray(helpers)  # 1 while that helper may be running a share
         self.ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the caller early; `running` is what counts
 
@@ -139,21 +140,11 @@ class _Task:
             self.ends.put(None)
 
     def finish(self) -> None:
-        """Run the shares that nobody has taken, and wait for those that helpers run, however many signals arrive meanwhile.
-
-        May be interrupted anywhere, and called again.
-        """
-        while True:
-            try:
-                _run_all(self.calls)
-                while any(self.running):
-                    try:
-                        self.ends.get(timeout=0.001)
-                    except queue.Empty:
-                        pass
-                return
-            except BaseException as interruption:
-                self.failures.append(interruption)
+        """Run the shares that nobody has taken, and wait for those that helpers run."""
+        _run_all(self.calls)
+        while any(self.running):
+            with contextlib.suppress(queue.Empty):
+                self.ends.get(timeout=0.001)
 
 
 class _Helpers:
@@ -177,10 +168,8 @@ class _Helpers:
     def _serve(self) -> None:
         while True:
             task, helper = self.tasks.get()
-            try:
+            with contextlib.suppress(BaseException):  # a share that cannot even record its failure is missing in `ended`
                 task.help(helper)
-            except BaseException:  # a share that could not even record its failure is missing among those that ended
-                pass
             del task
 
 
@@ -189,17 +178,78 @@ _helpers = _Helpers()
 
 def _run_on_helpers(calls: Iterator[None], threads: int, failures: list[BaseException]) -> None:
     """Run all shares on this thread and on helpers. Returns, or raises, when all have ended."""
-    task = _Task(calls, threads - 1, failures)
+    task = _Task(calls, threads - 1)
+    _finish_after(functools.partial(_helpers.ask, task, threads - 1), task.finish, failures)
+
+
+def _finish_after(begin: Callable[[], object], finish: Callable[[], object], failures: list[BaseException]) -> None:
+    """Call `begin`, then `finish`, which may be interrupted anywhere and called again, until it has returned."""
     try:
         try:
             try:
-                _helpers.ask(task, threads - 1)
+                begin()
             finally:
-                task.finish()
+                _insist(finish, failures)
         finally:  # again, for a signal that arrived between two `try`
-            task.finish()
+            _insist(finish, failures)
     finally:
-        task.finish()
+        _insist(finish, failures)
+
+
+def _insist(finish: Callable[[], object], failures: list[BaseException]) -> None:
+    """Call `finish` until it has returned, however many signals arrive meanwhile."""
+    while True:
+        try:
+            finish()
+            return
+        except BaseException as interruption:
+            failures.append(interruption)
+
+
+def uninterrupted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function on a thread of its own, where Python runs no signal handlers, and return what it returns.
+
+    What a handler raises meanwhile is raised when the function has ended. Numba needs this: a compilation or an import that is
+    interrupted halfway leaves it broken for the rest of the process. On another than the main thread this is a plain call.
+    """
+    if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
+        return function(*args, **kwargs)
+    results: list[Any] = []
+    failures: list[BaseException] = []
+    turns, state = iter((None,)), bytearray(1)  # state: 0 not begun, 1 running, 2 ended
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the caller early
+
+    def run() -> None:
+        for _ in turns:  # once, whichever thread comes first
+            state[0] = 1
+            try:
+                results.append(function(*args, **kwargs))
+            except BaseException as failure:
+                failures.append(failure)
+            finally:
+                state[0] = 2
+                ends.put(None)
+
+    def finish() -> None:
+        while state[0] != 2:
+            if state[0] == 0:
+                try:
+                    _thread.start_new_thread(run, ())
+                except RuntimeError:  # no thread to be had
+                    run()
+            with contextlib.suppress(queue.Empty):
+                ends.get(timeout=0.02)
+
+    _finish_after(lambda: None, finish, failures)
+    if failures or not results:
+        _raise(failures)
+    return results[0]
+
+
+def import_uninterrupted(module: str) -> None:
+    """Import a module that was not imported yet, uninterrupted."""
+    if module not in sys.modules:
+        uninterrupted(importlib.import_module, module)
 
 
 def _after_fork() -> None:

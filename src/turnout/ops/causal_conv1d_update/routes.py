@@ -102,8 +102,10 @@ def cpu_channels(
 ) -> Tensor:  # fmt: skip
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.causal_conv1d_update.cpu_kernels")
     from turnout.ops.causal_conv1d_update.cpu_kernels import tiles_of, update
-    from turnout.ops.threads import in_shares
 
     new, y, out = with_axis(x.detach())
     batch, dim, length = new.shape
