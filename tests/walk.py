@@ -13,6 +13,7 @@ from turnout.ops.launching import planned_once
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
+from turnout.routing.source import followed
 from turnout.routing.verify import Trial, outputs, truth
 
 CPU = torch.device("cpu")
@@ -110,4 +111,6 @@ LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op,
 launching_routes = _parametrised(LAUNCHING)
 planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is planned_once])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
-cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])
+ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
+cpu_routes = _parametrised(ON_CPU)
+numba_routes = _parametrised([(op, route) for op, route in ON_CPU if "cpu_kernels" in str(followed(route.run).keys())])

@@ -19,20 +19,19 @@ _here = Device.of("cpu")
 def sized_cases(op_name):
     """Cases of an op, of every dtype and layout that its routes tell apart. An op that is not listed has none."""
     layouts = list(itertools.product(DTYPES, (FIRST, LAST)))
+    sequence_layouts = list(itertools.product(DTYPES, ("channel-first", "channel-last")))
     if op_name == "attention":
         case = importlib.import_module("turnout.ops.attention.cases").case
         whole = [case("signals", "", 2, 4, 128, 64, dtype) for dtype in DTYPES]
         return whole + [case("signals", "", 2, 4, 128, 64, dtype, lengths=[100, 128]) for dtype in DTYPES]
     if op_name == "causal_conv1d":
         case = importlib.import_module("turnout.ops.causal_conv1d.cases").case
-        where = {FIRST: "channel-first", LAST: "channel-last"}
-        plain = [case("signals", "", (2, 384, 2048), where[layout], dtype) for dtype, layout in layouts]
-        return plain + [
-            case("signals", "", (1, 384, 2048), where[layout], dtype, width=3, sequences=3, states=True) for dtype, layout in layouts
-        ]
+        plain = [case("signals", "", (2, 384, 2048), layout, dtype) for dtype, layout in sequence_layouts]
+        packed = {"width": 3, "sequences": 3, "states": True}
+        return plain + [case("signals", "", (1, 384, 2048), layout, dtype, **packed) for dtype, layout in sequence_layouts]
     if op_name == "causal_conv1d_update":
         case = importlib.import_module("turnout.ops.causal_conv1d_update.cases").case
-        return [case("signals", "", 16, 2048, dtype, length=length) for dtype in DTYPES for length in (0, 3)]
+        return [case("signals", "", 64, 2048, dtype, length=length) for dtype in DTYPES for length in (0, 3)]
     if op_name in ("conv2d", "conv3d"):
         size = (40, 40) if op_name == "conv2d" else (4, 24, 24)
         kernels = itertools.product(layouts, (1, 3), ((64, 64), (16, 48)))
@@ -45,7 +44,7 @@ def sized_cases(op_name):
         return [case("", (24, 24), (48, 48), dtype, layout=layout) for dtype, layout in layouts]
     if op_name in ("dot", "inner", "matmul"):
         case = importlib.import_module("turnout.ops.dot.cases").case
-        length = 2_000_000
+        length = 4_000_000
         sizes = ((1, length), (length, 1)) if op_name == "matmul" else ((length,), (length,))
         return [case("signals", *sizes, dtype) for dtype in DTYPES]
     if op_name == "norm_rope":
@@ -53,10 +52,10 @@ def sized_cases(op_name):
         return [case("signals", "", (100, 156), dtype=dtype, norm=norm) for dtype in DTYPES for norm in ("head", "all")]
     if op_name == "rms_norm_silu":
         case = importlib.import_module("turnout.ops.rms_norm_silu.cases").case
-        return [case("signals", "", (1, 96, 2, 48, 64), layout, dtype) for dtype, layout in layouts]
+        return [case("signals", "", (1, 96, 4, 64, 96), layout, dtype) for dtype, layout in sequence_layouts]
     if op_name == "rms_norm_silu_into":
         case = importlib.import_module("turnout.ops.rms_norm_silu.cases_into").case
-        return [case("signals", (1, 96, 2, 48, 64), layout, dtype) for dtype, layout in layouts]
+        return [case("signals", (1, 96, 4, 64, 96), layout, dtype) for dtype, layout in sequence_layouts]
     return []
 
 
