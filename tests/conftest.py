@@ -11,7 +11,7 @@ import torch
 
 import turnout  # noqa: F401  (declares the ops)
 from turnout.ops import numba_cache
-from turnout.routing import settings
+from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
 
@@ -40,6 +40,7 @@ def forget_everything():
     settings.from_environment.cache_clear()
     forget_choices()
     forget_tables()
+    failures.forget_problems()
     for op in OPS.values():
         op.failed.clear()
 

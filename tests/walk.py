@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.ops.launching import planned_once
+from turnout.launch import prepare_from_plan
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.source import followed
 from turnout.routing.verify import Trial, outputs, truth
 
 CPU = torch.device("cpu")
@@ -109,8 +108,8 @@ ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
 launching_routes = _parametrised(LAUNCHING)
-planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is planned_once])
+planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is prepare_from_plan])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
 cpu_routes = _parametrised(ON_CPU)
-numba_routes = _parametrised([(op, route) for op, route in ON_CPU if "cpu_kernels" in str(followed(route.run).keys())])
+numba_routes = _parametrised([(op, route) for op, route in ON_CPU if any("cpu_kernels" in kernel for kernel in route.kernels)])

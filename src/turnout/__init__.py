@@ -1,5 +1,11 @@
-"""turnout: every op down the fastest track that is right for its shape, dtype, layout and device."""
+"""turnout: every op down the fastest route that is right for its shape, dtype, layout and device."""
 
+from turnout._version import __version__
+from turnout.routing.versions import refuse_unsupported
+
+refuse_unsupported()  # before anything of a version that is too old can fail in a less helpful way
+
+# ruff: noqa: E402
 from turnout.asking import explain, routes
 from turnout.models.accelerate import accelerate, accelerated, restore
 from turnout.ops import (
@@ -27,12 +33,11 @@ from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
 from turnout.routing.tune import tune
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Refused",
     "TurnoutWarning",
     "Verdict",
+    "__version__",
     "accelerate",
     "accelerated",
     "attention",

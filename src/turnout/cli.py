@@ -54,7 +54,7 @@ def doctor(json: Json = False) -> None:
     from turnout.bench import report
 
     environment = checks.environment()
-    findings = [*checks.known_bad(), *checks.tables(), *checks.routes()]
+    findings = [*checks.compilers(), *checks.known_bad(), *checks.tables(), *checks.shipped_tables(), *checks.routes()]
     failed = any(finding.state == "failed" for finding in findings)
     if json:
         print(json_format.dumps({"environment": environment, "checks": [finding._asdict() for finding in findings]}))
@@ -162,8 +162,8 @@ def bench(
     from turnout.bench.router import measure_router
     from turnout.routing.device import Device
     from turnout.routing.op import OPS, op_named
-    from turnout.routing.table import Row
-    from turnout.routing.table import export as write
+    from turnout.routing.row import Row
+    from turnout.routing.store import export as write
 
     if export is not None and not tuned:
         raise ValueError("--export writes what --tune finds; give both")
@@ -245,8 +245,9 @@ def tune(
     from turnout.routing.choose import in_short
     from turnout.routing.device import Device
     from turnout.routing.op import op_named
-    from turnout.routing.table import decode, folder
-    from turnout.routing.table import export as write
+    from turnout.routing.row import decode
+    from turnout.routing.store import export as write
+    from turnout.routing.store import folder
 
     where = _device(device)
     measured: dict[str, Any] = {"budget": budget, "save": export is None, "progress": not json}

@@ -1,22 +1,25 @@
-"""doctor: what is installed, what is known to be bad, and one tiny correctness check for every route that can run here."""
+"""doctor: what is installed, what it was tested with, what is known to be bad, and a small check of every route."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
 
-import turnout
+from turnout._version import __version__
+from turnout.launch import support
+from turnout.routing import failures, versions
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
-from turnout.routing.table import Tables, folder
+from turnout.routing.store import folder
+from turnout.routing.table import Table, Tables, stale_routes
 from turnout.routing.verify import Trial
 
 _SMALL_CASES = 4  # cases come small ones first; a check that takes a minute is no check
-_PACKAGES = ("torch", "triton", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")
+_PACKAGES = ("torch", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")
 
 
 class Check(NamedTuple):
@@ -29,14 +32,11 @@ class Check(NamedTuple):
 
 def environment() -> dict[str, Any]:
     """Versions and devices of this machine."""
-    found: dict[str, Any] = {"turnout": turnout.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
+    found: dict[str, Any] = {"turnout": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    found |= {package: versions.installed(package) for package in _PACKAGES} | {"triton": versions.triton()}
     found["cuda"] = torch.version.cuda
     found["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    found["driver"] = versions.driver()
     found["devices"] = [Device.of(d).name for d in _devices()]
     found["entries"] = {Device.of(d).name: str(folder(Device.of(d))) for d in _devices()}
     return found
@@ -48,48 +48,104 @@ def _devices() -> list[torch.device]:
 
 def known_bad() -> list[Check]:
     """Pairs of versions and settings that are known to be slow or wrong."""
-    found = []
-    pair = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    checks = []
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if pair in ((2, 9), (2, 10)) and cudnn and 90800 <= cudnn < 91500:
+    if versions.minor(torch.__version__) in ((2, 9), (2, 10)) and cudnn and 90800 <= cudnn < 91500:
         slow = "runs half-precision conv3d without cuDNN: 4x slower, several times the memory (pytorch #166122)"
-        found.append(
-            Check("cuDNN", "warning", f"torch {torch.__version__} with cuDNN {cudnn} {slow}; take nvidia-cudnn 9.15 or torch 2.11")
-        )
+        note = f"torch {torch.__version__} with cuDNN {cudnn} {slow}; take nvidia-cudnn 9.15 or torch 2.11"
+        checks.append(Check("cuDNN", "warning", note))
     if torch.version.hip and torch.backends.cudnn.benchmark:
-        found.append(Check("cudnn.benchmark", "warning", "on ROCm it searches for minutes at each new shape; set it to False"))
-    triton = _version("triton")
-    if triton is None:
-        found.append(Check("triton", "warning", "not installed: GPU routes of our own are refused; pip install triton"))
-    elif not (3, 6) <= triton < (3, 8):
-        found.append(Check("triton", "warning", f"version {'.'.join(map(str, triton))}, tested are 3.6 and 3.7"))
+        checks.append(Check("cudnn.benchmark", "warning", "on ROCm it searches for minutes at each new shape; set it to False"))
     if importlib.util.find_spec("numba") is None:
-        found.append(Check("numba", "warning", "not installed: CPU routes of our own are refused; pip install 'turnout[cpu]'"))
-    return found or [Check("known-bad pairs", "ok", "none")]
+        checks.append(Check("numba", "warning", "not installed: CPU routes of our own are refused; pip install 'turnout[cpu]'"))
+    return checks or [Check("known-bad pairs", "ok", "none")]
 
 
-def _version(package: str) -> tuple[int, ...] | None:
-    try:
-        return tuple(map(int, importlib.metadata.version(package).split(".")[:2]))
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return None
+def compilers() -> list[Check]:
+    """What the installed torch and Triton were tested with, and whether kernels are launched by address."""
+    triton = versions.triton()
+    if triton is None:
+        return [Check("triton", "warning", "not installed: GPU routes of our own are refused; pip install triton")]
+    pair = f"torch {torch.__version__} with triton {triton}"
+    ran = [v for v in support.VERIFIED if _same_minor(v.torch, torch.__version__) and _same_minor(v.triton, triton)]
+    on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v.card})" for v in support.VERIFIED)
+    elsewhere = f"every route was run on a card with {on_cards}"
+    if ran:
+        checks = [Check(pair, "ok", f"every route was run on a card with this pair: {', '.join(v.card for v in ran)}")]
+    elif versions.minor(triton) in support.COMPILED:
+        checks = [Check(pair, "ok", f"every kernel was compiled with this Triton, not run; {elsewhere}")]
+    else:
+        known = ", ".join(".".join(map(str, version)) for version in support.COMPILED)
+        checks = [Check(pair, "warning", f"not tested with this Triton; kernels were compiled with {known}; {elsewhere}")]
+    problem = support.fast_launch()
+    checks.append(Check("fast launch", "warning" if problem else "ok", problem or "kernels are launched by address"))
+    for where in _devices()[1:]:
+        device = Device.of(where)
+        for op in OPS.values():
+            for route in op.routes.values():
+                problem = failures.compile_problem(route.code_hash, device) if route.kernels else None
+                if problem is not None:
+                    checks.append(Check(f"{op.name} {route.name} on {where}", "warning", problem))
+    return checks
+
+
+def _same_minor(a: str, b: str) -> bool:
+    return versions.minor(a) == versions.minor(b)
 
 
 def tables() -> list[Check]:
-    """What was measured for the devices of this machine."""
-    found = []
+    """What was measured for the devices of this machine, and for which cards rows are shipped."""
+    checks = []
     for where in _devices():
         device = Device.of(where)
         known = Tables.for_device(device)
-        found.append(
-            Check(f"tables for {device.name}", "ok", f"{len(known.here.rows)} rows measured here, {len(known.shipped.rows)} shipped")
-        )
-    return found
+        counts = f"{_rows(len(known.here.rows))} measured here, {len(known.shipped.rows)} shipped"
+        if known.sibling is not None and not known.shipped.rows:
+            counts += f", {len(known.sibling.rows)} of its sibling {device.sibling}"
+        checks.append(_table_check(f"rows for {device.name}", counts, [table for _, table in known.authorities]))
+    return checks
+
+
+def shipped_tables() -> list[Check]:
+    """The state of the rows that are shipped for cards that are not here: what a maintainer looks at."""
+    from turnout.routing.store import SHIPPED
+
+    here = {Device.of(where).slug for where in _devices()}
+    checks = []
+    for file in sorted(SHIPPED.glob("*.json")):
+        if file.stem not in here:
+            device = Device.named(file.stem)
+            table = Tables(device).shipped
+            checks.append(_table_check(f"rows for {device.name}", f"{_rows(len(table.rows))} shipped", [table]))
+    return checks
+
+
+def _table_check(what: str, counts: str, known: list[Table]) -> Check:
+    for table in known:
+        for op in OPS.values():
+            table.index(op)
+    problems = [problem for table in known for problem in table.problems]
+    stale: Counter[str] = Counter()
+    stale_rows = 0
+    for row in (row for table in known for row in table.rows if row.op in OPS):
+        names = list(stale_routes(OPS[row.op], row))
+        stale.update(f"{row.op} {name}" for name in names)
+        stale_rows += bool(names)
+    notes = [counts]
+    if stale:
+        listed = ", ".join(f"{name} ({count})" for name, count in sorted(stale.items()))
+        notes.append(f"{_rows(stale_rows)} with other kernels than these: {listed}; turnout bench --missing measures them")
+    notes += problems[:3] + ([f"and {len(problems) - 3} more that cannot be read"] if len(problems) > 3 else [])
+    return Check(what, "warning" if stale or problems else "ok", "; ".join(notes))
+
+
+def _rows(count: int) -> str:
+    return f"{count} row" if count == 1 else f"{count} rows"
 
 
 def routes() -> list[Check]:
     """Run every route on the first of the op's small cases that it takes, on every device here."""
-    found = []
+    checks = []
     for where in _devices():
         for op in OPS.values():
             calls = [op.arguments(*case.make(where, 0)) for case in op.cases()[:_SMALL_CASES]]
@@ -97,8 +153,8 @@ def routes() -> list[Check]:
                 reasons = [list(route.refuses(op.problem(*args), Device.of(where))) for args in calls]
                 taken = next((args for args, why in zip(calls, reasons, strict=True) if not why), None)
                 what = f"{op.name} {route.name} on {where}"
-                found.append(Check(what, "refused", "; ".join(reasons[0])) if taken is None else _check(op, route, taken, what))
-    return found
+                checks.append(Check(what, "refused", "; ".join(reasons[0])) if taken is None else _check(op, route, taken, what))
+    return checks
 
 
 def _check(op: Op, route: Route, args: tuple, what: str) -> Check:

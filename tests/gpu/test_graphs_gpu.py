@@ -5,7 +5,8 @@ import torch
 
 import turnout
 from tests.models.zoo import KL, made
-from turnout.models import DecodeStream
+from turnout.models import DecodeStream, frames
+from turnout.models.graphs import CapturedStep
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -87,3 +88,165 @@ def test_a_step_that_waits_for_the_card_cannot_be_captured():
         DecodeStream(model, graph=True).decode(z)
     waits.remove()
     assert torch.equal(DecodeStream(model, graph=True).decode(z), DecodeStream(model).decode(z)), "the next capture is as good as any"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("moment", ["copied latent", "replayed"])
+@torch.no_grad()
+def test_repeat_after_a_failed_replay(moment, error, monkeypatch):
+    model, z = video_decoder("wan", True)
+    parts = z.split([5, 2, 1, 1], 2)
+    plain, graph = DecodeStream(model), DecodeStream(model, graph=True)
+    expected = [plain.decode(part) for part in parts]
+    replay, failures = CapturedStep.__call__, []
+
+    def failing(self, latent):
+        if moment == "replayed":
+            replay(self, latent)
+        else:
+            self.latent.copy_(latent)
+        failures.append(1)
+        raise error("planted")
+
+    for part, theirs in zip(parts, expected, strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(CapturedStep, "__call__", failing)
+            with pytest.raises(error, match="planted"):
+                graph.decode(part)
+        captured = graph.captured
+        assert torch.equal(graph.decode(part), theirs)
+        assert graph.captured is captured, "the caches were loaded into the buffers of the graph there was"
+    assert len(failures) == len(parts)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@torch.no_grad()
+def test_repeat_after_a_failed_capture(error, monkeypatch):
+    model, z = video_decoder("wan", True)
+    expected, stream = DecodeStream(model).decode(z), torch.cuda.current_stream()
+    graph, norm, failures = DecodeStream(model, graph=True), turnout.rms_norm_silu, []
+
+    def failing(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            failures.append(1)
+            raise error("planted")
+        return norm(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(turnout, "rms_norm_silu", failing)
+        with pytest.raises(error, match="planted"):
+            graph.decode(z)
+    assert failures
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.current_stream() == stream
+    assert graph.captured is None
+    assert torch.equal(graph.decode(z), expected)
+    assert graph.captured is not None
+
+
+@torch.no_grad()
+def test_interrupt_as_a_capture_begins_leaves_none_open(monkeypatch):
+    model, z = video_decoder("wan", True)
+    expected, stream = DecodeStream(model).decode(z), torch.cuda.current_stream()
+    graph, enter = DecodeStream(model, graph=True), torch.cuda.graph.__enter__
+
+    def interrupted(self):
+        enter(self)
+        raise KeyboardInterrupt("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.graph, "__enter__", interrupted)
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            graph.decode(z)
+    assert torch.cuda.current_stream() == stream
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.equal(graph.decode(z), expected)
+
+
+@torch.no_grad()
+def test_reset_keeps_the_graph():
+    model, z = video_decoder("wan", True)
+    plain, graph = DecodeStream(model), DecodeStream(model, graph=True)
+    captured = None
+    for clip in (z, z.flip(2), z):
+        assert torch.equal(graph.decode(clip), plain.decode(clip))
+        assert captured in (None, graph.captured)
+        captured = graph.captured
+        plain.reset()
+        graph.reset()
+    smaller = z[..., :-2].contiguous()
+    assert torch.equal(graph.decode(smaller), plain.decode(smaller))
+    assert graph.captured is not captured
+
+
+@torch.no_grad()
+def test_graph_notices_weights_that_were_moved():
+    model, z = video_decoder("wan", True)
+    plain, graph = DecodeStream(model), DecodeStream(model, graph=True)
+    expected = plain.decode(z[:, :, :6]), plain.decode(z[:, :, 6:])
+    assert torch.equal(graph.decode(z[:, :, :6]), expected[0])
+    torch.nn.Module.to(model, "cpu")
+    with pytest.raises(ValueError, match="latents on cuda:0, the model is on cpu"):
+        graph.decode(z[:, :, 6:])
+    torch.nn.Module.to(model, GPU)
+    with pytest.raises(RuntimeError, match=r"reads where it lay, was moved since this clip .* reset\(\)"):
+        graph.decode(z[:, :, 6:])
+    plain.reset()
+    graph.reset()
+    assert graph.captured is None
+    assert torch.equal(graph.decode(z), plain.decode(z))
+
+
+@pytest.mark.parametrize("rings", [False, True])
+@torch.no_grad()
+def test_repeat_after_failure_in_any_op(rings, monkeypatch):
+    if rings:
+        monkeypatch.setitem(frames.LARGE, "cuda", 2**6)
+    model, z = video_decoder("wan", True)
+    parts = z[:, :, :2], z[:, :, 2:4]
+    plain, stream = DecodeStream(model), DecodeStream(model)
+    expected = [plain.decode(part) for part in parts]
+    calls, fails_at = 0, None
+
+    def failing(op):
+        def run(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            result = op(*args, **kwargs)
+            if calls == fails_at:
+                raise KeyboardInterrupt("planted")
+            return result
+
+        return run
+
+    for name in ("conv3d", "causal_conv3d", "upsample_conv2d", "rms_norm_silu", "attention"):
+        monkeypatch.setattr(turnout, name, failing(getattr(turnout, name)))
+    stream.decode(parts[0])
+    assert bool(stream.cache.rings) == rings
+    calls = 0
+    stream.decode(parts[1])
+    for at in range(1, calls + 1, 7):
+        stream.reset()
+        stream.decode(parts[0])
+        calls, fails_at = 0, at
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            stream.decode(parts[1])
+        fails_at = None
+        assert torch.equal(stream.decode(parts[1]), expected[1]), at
+
+
+@torch.no_grad()
+def test_undisturbed_streams_need_no_more_memory_for_what_could_fail(monkeypatch):
+    """Beside the latents: the caches of a step that may fail are not held twice."""
+    model, z = video_decoder("wan", True)
+    model.decode(z)  # chooses routes, and makes their workspaces
+    peaks = {}
+    for kept in (1, 68):
+        monkeypatch.setattr("turnout.models.wan.latents_needed", lambda entries, kept=kept: kept)
+        stream, before = DecodeStream(model), torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for latent in z.split(1, 2):
+            stream.decode(latent)
+        peaks[kept] = torch.cuda.max_memory_allocated() - before
+        del stream
+    assert peaks[68] < 1.03 * peaks[1]

@@ -103,8 +103,37 @@ def test_a_stream_stays_with_its_way(all_large):
     stream, z = DecodeStream(model), random(1, 4, 1, 3, 4).bfloat16()
     with torch.no_grad():
         stream.decode(z)
-    with pytest.raises(RuntimeError, match="same for all of its latents"):
+    with pytest.raises(ValueError, match=r"gradients True; .* gradients False, .* same for all"):
         stream.decode(z)
+
+
+@torch.no_grad()
+def test_hook_that_changes_how_a_block_keeps_frames_is_refused(all_large):
+    model = made("wan", torch.bfloat16)
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 3, 3, 4).bfloat16()
+    expected = DecodeStream(model).decode(z)
+    parts = [stream.decode(z[:, :, :1])]
+    hook = model.decoder.up_blocks[-1].register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match=r"a hook was added to, or removed from, a block .* reset\(\)"):
+        stream.decode(z[:, :, 1:])
+    hook.remove()
+    assert torch.equal(torch.cat([*parts, stream.decode(z[:, :, 1:])], 2), expected)
+
+
+def test_ring_may_leave_inference_mode(all_large):
+    model = made("wan", torch.bfloat16)
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 3, 3, 4).bfloat16()
+    with torch.inference_mode():
+        expected = DecodeStream(model).decode(z)
+        parts = [stream.decode(z[:, :, :1])]
+    assert stream.cache.rings
+    with torch.no_grad():
+        parts.append(stream.decode(z[:, :, 1:2]))
+    with torch.inference_mode():
+        parts.append(stream.decode(z[:, :, 2:]))
+        assert torch.equal(torch.cat(parts, 2), expected)
 
 
 class Peak(TorchDispatchMode):
@@ -158,3 +187,28 @@ def test_memory(monkeypatch):
         peaks[way] = peak.most / (frame * 32 * 2)  # in frames of that size
     # two frames of the convolution to colours become its sums; of what is being computed there is one instead of two
     assert peaks["one by one"] < min(0.55 * peaks["stock"], peaks["two by two"] - 3)
+
+
+@pytest.mark.parametrize("way", ["stock", "two by two", "one by one"])
+@torch.no_grad()
+def test_memory_of_a_stream(way, monkeypatch):
+    """What a step that may fail has replaced is not held until it has succeeded."""
+    from diffusers import AutoencoderKLWan
+
+    torch.manual_seed(0)
+    zeros, ones = [0.0] * 4, [1.0] * 4
+    model = AutoencoderKLWan(base_dim=16, z_dim=4, num_res_blocks=1, latents_mean=zeros, latents_std=ones)
+    model = model.bfloat16().eval()
+    if way != "stock":
+        turnout.accelerate(model)
+    z = random(1, 4, 4, 4, 6).bfloat16()
+    monkeypatch.setattr(frames, "SLACK", 4)
+    monkeypatch.setitem(frames.LARGE, "cpu", 2**40 if way == "two by two" else 32 * 48)
+    peaks = {}
+    for latents in (1, 4):
+        with monkeypatch.context() as patch, Peak(model, patch) as peak:
+            stream = DecodeStream(model)
+            for part in z.split(latents, 2):
+                stream.decode(part)
+        peaks[latents] = peak.most
+    assert peaks[1] < peaks[4]

@@ -1,15 +1,16 @@
 """A video decoded while its latents arrive is the video decoded at once."""
 
-import contextlib
-import types
+import copy
+import pickle
 
 import pytest
 import torch
 
 import turnout
+from tests.models.played import play_graphs
 from tests.models.zoo import made, random
 from turnout.models import DecodeStream
-from turnout.models.graphs import CapturedStep
+from turnout.models.frames import latents_needed
 
 
 def entered_exactly(name):
@@ -55,33 +56,7 @@ def test_other_models_say_no():
 
 @pytest.fixture
 def played(monkeypatch):
-    """Graphs without a GPU: a replay runs the step again, on the same buffers as a graph would. Counts captures and replays."""
-    count = types.SimpleNamespace(captures=0, replays=0)
-
-    def capture(self, step, stream):
-        frames = step(self.latent, list(self.cache))
-        count.captures += 1
-
-        def replay():
-            after = list(self.cache)
-            frames.copy_(step(self.latent, after))
-            for held, new in zip(self.cache, after, strict=True):
-                if held is not new:
-                    held.copy_(new)
-            count.replays += 1
-
-        self.graph.replay = replay
-        return frames
-
-    monkeypatch.setattr(CapturedStep, "_capture", capture)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", types.SimpleNamespace)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given: stream)
-    monkeypatch.setattr("diffusers.ModelMixin.device", torch.device("cuda"))
-    return count
+    return play_graphs(monkeypatch)
 
 
 @pytest.mark.parametrize(("name", "fast", "before"), [("wan", False, 3), ("wan", True, 4), ("wan22", True, 4)])
@@ -95,7 +70,7 @@ def test_graph_takes_over_once_the_caches_are_full(played, name, fast, before):
     for part in z.split([1, 3, 1, 3], 2):
         assert torch.equal(graph.decode(part), plain.decode(part))
     assert (played.captures, played.replays) == (1, 8 - before)
-    with pytest.raises(ValueError, match=r"\[1, \d, 1, 2, 6\].* captured with \[1, \d, 1, 2, 4\]"):
+    with pytest.raises(ValueError, match=r"\[1, \d, 1, 2, 6\] with width 6; this clip began with width 4"):
         graph.decode(random(1, z.shape[1], 1, 2, 6))
 
 
@@ -106,3 +81,83 @@ def test_graph_needs_a_gpu_and_no_gradients(monkeypatch):
     monkeypatch.setattr("diffusers.ModelMixin.device", torch.device("cuda"))
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
         DecodeStream(model, graph=True).decode(random(1, 4, 1, 2, 4))
+
+
+@torch.no_grad()
+def test_reset_begins_another_clip():
+    model = entered_exactly("wan")
+    turnout.accelerate(model)
+    stream = DecodeStream(model)
+    for size in ((1, 4, 3, 2, 4), (2, 4, 2, 3, 2), (1, 4, 2, 2, 4)):
+        z = random(*size)
+        parts = [stream.decode(part) for part in z.split(1, 2)]
+        assert torch.equal(torch.cat(parts, 2), model.decode(z).sample)
+        stream.reset()
+        assert stream.cache is None
+
+
+@torch.no_grad()
+def test_reset_keeps_the_graph_for_latents_like_those_before(played):
+    model = made("wan")
+    stream, z = DecodeStream(model, graph=True), random(1, 4, 5, 1, 2)
+    first = stream.decode(z)
+    captured = stream.captured
+    stream.reset()
+    assert torch.equal(stream.decode(z), first)
+    assert stream.captured is captured
+    assert (played.captures, played.replays) == (1, 4)
+    stream.reset()
+    other = random(1, 4, 5, 1, 3)
+    assert torch.equal(stream.decode(other), DecodeStream(model).decode(other))
+    assert played.captures == 2
+
+
+@pytest.mark.parametrize("name", ["wan", "wan22"])
+@torch.no_grad()
+def test_latents_that_are_kept_determine_all_caches(name):
+    """A NaN in one latent reaches every frame that depends on it, however little."""
+    model = made(name)
+    needed = latents_needed(model._cached_conv_counts["decoder"])
+    z = random(1, model.config.z_dim, needed + 2, 1, 1)
+    z[:, :, 0] = torch.nan
+    stream = DecodeStream(model)
+    last = max(i for i in range(needed + 2) if stream.decode(z[:, :, i : i + 1]).isnan().any())
+    assert needed / 3 < last < needed - 1
+
+
+@torch.no_grad()
+def test_long_streams_keep_a_bounded_number_of_latents():
+    model = made("wan")
+    needed = latents_needed(model._cached_conv_counts["decoder"])
+    stream, z = DecodeStream(model), random(1, 4, needed + 5, 1, 1)
+    stream.decode(z[:, :, :3])
+    stream.decode(z[:, :, 3:])
+    kept = stream._clip.latents
+    assert len(kept) == needed
+    assert sum(x.untyped_storage().nbytes() for x in kept) == z[:, :, :needed].numel() * 4
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@torch.no_grad()
+def test_copies_go_on_by_themselves(fast):
+    model = made("wan")
+    if fast:
+        turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 4, 1, 2)
+    stream.decode(z[:, :, :2])
+    copies = [copy.copy(stream), copy.deepcopy(stream), pickle.loads(pickle.dumps(stream))]
+    rest = stream.decode(z[:, :, 2:])
+    for other in copies:
+        assert torch.equal(other.decode(z[:, :, 2:]), rest)
+
+
+@torch.no_grad()
+def test_stream_may_be_compiled():
+    model = made("wan")
+    turnout.accelerate(model)
+    stream, z = DecodeStream(model), random(1, 4, 3, 1, 2)
+    torch.compiler.reset()
+    compiled = torch.compile(stream.decode, fullgraph=True, backend="aot_eager")
+    parts = [compiled(z[:, :, :1]), compiled(z[:, :, 1:2]), stream.decode(z[:, :, 2:])]
+    torch.testing.assert_close(torch.cat(parts, 2), DecodeStream(model).decode(z))
+    torch.compiler.reset()

@@ -369,7 +369,7 @@ def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
 
 @pytest.fixture
 def no_tables(monkeypatch, tmp_path):
-    monkeypatch.setattr("turnout.routing.table.SHIPPED", tmp_path)
+    monkeypatch.setattr("turnout.routing.store.SHIPPED", tmp_path)
 
 
 @pytest.mark.usefixtures("no_tables")

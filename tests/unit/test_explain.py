@@ -10,7 +10,7 @@ import turnout
 
 @pytest.fixture(autouse=True)
 def _no_tables(monkeypatch, tmp_path):
-    monkeypatch.setattr("turnout.routing.table.SHIPPED", tmp_path)
+    monkeypatch.setattr("turnout.routing.store.SHIPPED", tmp_path)
 
 
 def test_golden_text_for_a_card_that_is_not_here():

@@ -11,7 +11,7 @@ from turnout.ops.dot import DOT
 from turnout.routing import tune
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.table import folder
+from turnout.routing.store import folder
 
 SMALL = torch.ones(4096, dtype=torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16)
 
@@ -20,7 +20,9 @@ def test_tuning_a_call_is_remembered_and_taken():
     [row] = turnout.tune("dot", *SMALL, budget=1, progress=False)
     assert set(row.us) == {"cpu-chunks", "reference"}
     assert row.version == {"cpu-chunks": 1}
-    assert row.source == {"cpu-chunks": DOT.routes["cpu-chunks"].source}
+    assert row.code_hash == {"cpu-chunks": DOT.routes["cpu-chunks"].code_hash}
+    assert row.versions["torch"] == torch.__version__
+    assert row.machine["threads"] == torch.get_num_threads()
     found = turnout.explain("dot", *SMALL)
     assert found.authority == "measured here"
     assert found.microseconds["cpu-chunks"] == row.us["cpu-chunks"]

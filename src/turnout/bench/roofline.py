@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from turnout.routing.op import OPS
-from turnout.routing.table import decode
+from turnout.routing.row import decode
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -21,9 +20,11 @@ from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
-from turnout.routing.table import Row, Tables
+from turnout.routing.row import Row
+from turnout.routing.table import Tables
 from turnout.routing.tune import measure, peak_mib, remember, rotating
 from turnout.routing.verify import Trial
+from turnout.routing.versions import for_device, minor
 
 _HOME = Path(__file__).parents[3]  # of a checkout
 
@@ -110,7 +111,7 @@ def sweep_case(
         "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": op.call, **peers}.items()} if device.type == "cuda" else {},
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
-        "versions": versions(),
+        "versions": versions(known.type),
         "commit": commit(),
     }
     return row | ({"wrong": wrong} if wrong else {})
@@ -126,18 +127,9 @@ def pooled(row: Row, us: dict[str, float]) -> Row:
     return replace(row, us={name: round((one + us.get(name, one)) / 2, 3) for name, one in row.us.items()})
 
 
-def versions() -> dict[str, str | None]:
+def versions(device_type: str) -> dict[str, str]:
     """The software a figure depends on."""
-    found: dict[str, str | None] = {"turnout": _installed("turnout"), "python": platform.python_version(), "torch": torch.__version__}
-    found |= {"triton": _installed("triton"), "numba": _installed("numba"), "cuda": torch.version.cuda}
-    return found
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return {"python": platform.python_version(), **for_device(device_type)}
 
 
 def sweep(
@@ -159,10 +151,14 @@ def missing(op: Op, case: Case, device: torch.device) -> bool:
 
 
 def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
-    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It takes the place of the row with
-    the same values of these fields; others stay."""
+    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It takes
+    the place of the row with the same values of these fields and the same Triton; others stay."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    place = next((i for i, old in enumerate(rows) if all(old.get(field) == row[field] for field in same)), len(rows))
+
+    def key(row: dict[str, Any]) -> tuple:
+        return (*(row.get(field) for field in same), minor(row.get("versions", {}).get("triton")))
+
+    place = next((i for i, old in enumerate(rows) if key(old) == key(row)), len(rows))
     rows[place : place + 1] = [row]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")

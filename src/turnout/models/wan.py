@@ -6,8 +6,10 @@ tiling and slicing keep working; only a stream of large frames keeps those in ri
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.frames import Kept, Ring, are_large, convolve_ahead
-from turnout.models.graphs import CapturedStep, layouts
+from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
+from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
@@ -248,7 +250,9 @@ class Decoder(Adapter):
         """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
         and a piece as long as a cache becomes the cache without being copied. The largest see one, and have a ring instead of caches."""
         plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not torch.is_autocast_enabled(x.device.type)
-        rings = feat_cache if isinstance(feat_cache, Kept) else None
+        rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
+        if rings is not None and not torch.compiler.is_compiling():
+            rings.keep_to([stage.block for stage in stages])
         waiting, parts, alone = [(0, feat_idx[0], x)], [], False
         while waiting:
             start, feat_idx[0], x = waiting.pop()
@@ -324,8 +328,61 @@ class Autoencoder(Adapter):
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
-        video = DecodeStream(self).decode(z)
+        steps = Steps(self, Kept(self._cached_conv_counts["decoder"]))
+        video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
+
+
+class Steps:
+    """Decodes the latents of one clip one after the other, and holds what each step needs of those before it.
+
+    A step replaces the entries of `cache` and writes into its rings: a failure in the middle leaves them of
+    no use. steady: the last step left the layout of every cache as it was; only watched if `watch_layouts`.
+    """
+
+    def __init__(
+        self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False, watch_layouts: bool = False
+    ):  # fmt: skip
+        self.vae, self.cache = vae, cache
+        self.begun, self.steady, self.watch_layouts = begun, steady, watch_layouts
+
+    def run(self, latent: Tensor) -> Tensor:
+        """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`."""
+        layouts_before = layouts(self.cache) if self.watch_layouts else None
+        frames = decode_latent(self.vae, latent, self.cache, first=not self.begun)
+        self.begun = True
+        if self.watch_layouts:
+            self.steady = layouts(self.cache) == layouts_before
+        return frames
+
+    def video(self, latents: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """`[B, C, T, h, w]` to the frames of all latents, clamped. run: decodes one; None: as above."""
+        per_latent = 2 ** sum(self.vae.temperal_upsample)
+        total = latents.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
+        # each latent dense, in the layout of all: a kernel may round otherwise where they lie otherwise
+        chunks = ((run or self.run)(latents[:, :, i : i + 1].clone()) for i in range(latents.shape[2]))
+        first = next(chunks)
+        if not may_write(first):
+            return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
+        shape = (*first.shape[:2], total, *first.shape[3:])
+        video = torch.empty(shape, dtype=first.dtype, device=first.device)
+        filled = 0
+        for part in itertools.chain([first], chunks):
+            torch.clamp(part, -1.0, 1.0, out=video[:, :, filled : filled + part.shape[2]])
+            filled += part.shape[2]
+            del part  # or it would wait for the next one
+        return video
+
+
+def decode_latent(vae: Any, latent: Tensor, cache: list, *, first: bool) -> Tensor:
+    """One latent behind those that `cache` is of: `[B, C, 1, h, w]` to `[B, 3, frames, H, W]`."""
+    chunk = {} if "Qwen" in type(vae).__name__ else {"first_chunk": first}
+    frames = vae.decoder(latent, feat_cache=cache, feat_idx=[0], **chunk)
+    patch = getattr(vae.config, "patch_size", None)
+    return frames if patch is None else _unpatched(frames, patch)
+
+
+Assumptions = tuple[ModelSnapshot, Conditions]  # what the steps of a clip take for granted
 
 
 class DecodeStream:
@@ -333,14 +390,46 @@ class DecodeStream:
     convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
 
     vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
-    the model, so one model serves several streams. After `accelerate` or `restore`, begin another stream.
+    the model, so one model serves several streams.
 
     graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
     latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
     nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
     It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
-    reserved for it (426 MiB instead of 210 there). The graph reads the weights where they lay when it was captured: after `accelerate`,
-    `restore` or `.to()`, begin another stream. Batch, height, width and dtype of the latents may not change.
+    reserved for it (426 MiB instead of 210 there). Hooks run when a step is captured, not when replayed.
+
+    **Failures.** A call of `decode` that raises leaves the stream as it was before that call, wherever it
+    failed and however many of its latents had been decoded: make the same call again for the same frames, or
+    `reset()` for another clip. That holds for arguments that are refused, hooks that raise, memory that runs
+    out, KeyboardInterrupt and other signals. The caches that a failed call has spoiled are computed again by
+    the next call from the last latents, which are kept for that (at most 68 for Wan, 0.6 % of the memory of a
+    decode). So the next call takes longer by the time that these latents took, and runs hooks for them once
+    more. The frames are the same bit for bit, if torch and turnout are set as they were before and the model
+    computes the same twice, which it does not with dropout switched on.
+
+    **What must not change within a clip.** Batch, channels, height, width, dtype and device of the latents,
+    autocast, and whether gradients are wanted (`torch.no_grad` and `torch.inference_mode` are alike): a
+    change is refused with a `ValueError`. So is, with a `RuntimeError`, a model that has changed since the
+    clip began, because the caches come from the model as it was. Each call compares:
+
+    - the classes and the children of all modules: `accelerate`, `restore`, and what replaces modules, as LoRA
+      does;
+    - their modes: `train()` and `eval()`;
+    - parameters and their version counters: weights that were replaced or changed in place, by an optimizer
+      or `load_state_dict`. What is done to `parameter.data`, or to inference-mode parameters, has no version
+      and is not noticed: later latents are decoded with the new weights;
+    - with `graph=True` also where the weights lie, and hooks: a graph does not follow the one nor run the
+      other;
+    - hooks on the up blocks of an accelerated decoder, which keep their frames in another way then. Other
+      hooks may come and go without `graph`.
+
+    A model that was moved by `.to()` between calls, as offloading does, goes on without `graph` where it is
+    back on its device and in its dtype; else the latents do not fit to it, or not to the clip, and are
+    refused.
+
+    One call at a time: a call while another one runs, in another thread or from a hook, is refused with a
+    `RuntimeError`. Copies of a stream go on by themselves: `copy` and `pickle` take the latents along, not
+    the caches.
 
     >>> import torch
     >>> from diffusers import AutoencoderKLWan
@@ -350,6 +439,10 @@ class DecodeStream:
     >>> with torch.no_grad():
     ...     [stream.decode(torch.randn(1, 2, latents, 2, 2)).shape[2] for latents in (1, 1, 2)]
     [1, 4, 8]
+    >>> stream.reset()
+    >>> with torch.no_grad():
+    ...     stream.decode(torch.randn(1, 2, 1, 4, 4)).shape
+    torch.Size([1, 3, 1, 32, 32])
     """
 
     def __init__(self, vae: Any, *, graph: bool = False):
@@ -358,50 +451,208 @@ class DecodeStream:
         if graph and vae.device.type != "cuda":
             raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
         self.vae, self.graph = vae, graph
-        entries = vae._cached_conv_counts["decoder"]
-        self.cache: list = [None] * entries if graph else Kept(entries)  # a graph needs caches that stay where they are
-        self.begun = self.steady = False
         self.captured: CapturedStep | None = None
+        self._clip = Clip()
+        self._running = threading.Lock()
+
+    @property
+    def cache(self) -> list | None:
+        """What the next step needs; None before the first one and after a call that failed."""
+        return self._clip.cache
+
+    def reset(self) -> None:
+        """Begin another clip, with the model as it is now; its latents may be of another size.
+
+        A captured graph is kept, and replayed again once the caches are full, unless the model has changed or
+        the latents are others than it was captured with.
+        """
+        self._refuse_if_running()
+        self._drop_stale_graph()
+        self._clip = Clip()
 
     def decode(self, z: Tensor) -> Tensor:
-        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent, 2 or 4 for each of the others."""
-        if self.graph and torch.is_grad_enabled():
-            raise RuntimeError("graph=True was asked for and gradients are enabled; a CUDA graph has none, decode under torch.no_grad()")
-        if isinstance(self.cache, Kept):
-            self.cache.arranged.clear()  # weights may have changed since the call before
-        latents = self.vae.post_quant_conv(z)
-        chunks = (self._next(latents[:, :, i : i + 1]) for i in range(z.shape[2]))
-        per_latent = 2 ** sum(self.vae.temperal_upsample)
-        total = z.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
-        first = next(chunks)
-        if not may_write(first):
-            return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
-        video = torch.empty((*first.shape[:2], total, *first.shape[3:]), dtype=first.dtype, device=first.device)
-        filled = 0
-        for part in itertools.chain([first], chunks):
-            torch.clamp(part, -1.0, 1.0, out=video[:, :, filled : filled + part.shape[2]])
-            filled += part.shape[2]
-            del part  # or it would wait for the next one
+        """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent of a clip,
+        2 or 4 for each of the others. A call that raises changes nothing, see above."""
+        if torch.compiler.is_compiling() and not self.graph:
+            return self._decode_traced(z)
+        self._refuse_if_running()
+        with self._running:
+            before = self._clip
+            replays = self.captured is not None and before.cache is self.captured.cache
+            model = before.model if replays else self._model(before)
+            conditions = self._conditions(z, before, model)
+            latents = self.vae.post_quant_conv(z)
+            # caches that can be computed again count as spoiled from here on; others are copied
+            kept = None if conditions.gradients or before.latents is None else before.latents
+            during = before if kept is None else before._replace(cache=None)
+            self._clip = during
+            video, after = self._decode(latents, before, kept, (model, conditions))
+            if replays:
+                self._model(before)  # while the card works: a graph takes the host less time than this
+        # The last act, and behind `with`: from the assignment on, Python looks at no signal before the caller
+        # has the frames. Whoever used the stream since the lock was given back has found the caches spoiled.
+        if self._clip is not during:
+            raise RuntimeError(f"DecodeStream: {ONE_AT_A_TIME}")
+        self._clip = after
         return video
 
-    def _next(self, latent: Tensor) -> Tensor:
-        if not self.graph:
-            return self._step(latent, self.cache)
-        if self.steady and self.captured is None:
-            self.captured = CapturedStep(self._step, latent, self.cache)
-        if self.captured is not None:
-            return self.captured(latent)
-        before = layouts(self.cache)
-        frames = self._step(latent, self.cache)
-        self.steady = layouts(self.cache) == before
-        return frames
+    def _decode(
+        self, latents: Tensor, before: Clip, kept: tuple[Tensor, ...] | None, assumptions: Assumptions
+    ) -> tuple[Tensor, Clip]:  # fmt: skip
+        """The frames of latents, and the clip behind them. kept: the latents before them; None: keep none."""
+        entries = self.vae._cached_conv_counts["decoder"]
+        missing = kept if before.cache is None and kept else ()
+        if before.cache is None:
+            # a graph needs caches that stay where they are: no rings
+            cache = [None] * entries if self.graph else Kept(entries, rings=kept is not None)
+            steps = Steps(self.vae, cache, watch_layouts=self.graph)
+        else:
+            cache = before.cache
+            if kept is None:
+                cache = cache.fork() if isinstance(cache, Kept) else list(cache)
+            steps = Steps(self.vae, cache, begun=before.begun, steady=before.steady, watch_layouts=self.graph)
+        last = None if kept is None else collections.deque(kept, latents_needed(entries))
 
-    def _step(self, latent: Tensor, cache: list) -> Tensor:
-        first = {} if "Qwen" in type(self.vae).__name__ else {"first_chunk": not self.begun}
-        self.begun = True
-        frames = self.vae.decoder(latent, feat_cache=cache, feat_idx=[0], **first)
-        patch = getattr(self.vae.config, "patch_size", None)
-        return frames if patch is None else _unpatched(frames, patch)
+        def run(latent: Tensor) -> Tensor:
+            frames = self._replayed(steps, latent, assumptions) if self.graph else steps.run(latent)
+            if last is not None:
+                last.append(latent)
+            return frames
+
+        try:
+            if isinstance(cache, Kept):
+                cache.arranged.clear()  # what is done to the data of weights is not noticed
+            for latent in missing:
+                steps.run(latent)
+            video = steps.video(latents, run)
+        except BaseException:
+            if isinstance(cache, Kept):
+                cache.release()
+            elif self.captured is None or cache is not self.captured.cache:
+                cache.clear()
+            raise
+        model, conditions = assumptions
+        latest = None if last is None else tuple(last)
+        return video, Clip(True, steps.steady, steps.cache, latest, conditions, model)
+
+    def _replayed(self, steps: Steps, latent: Tensor, assumptions: Assumptions) -> Tensor:
+        """A step by the graph, once the caches are full and lie in the graph's buffers."""
+        captured = self.captured
+        if captured is None or steps.cache is not captured.cache:
+            if not steps.steady:
+                return steps.run(latent)
+            if captured is not None and captured.fits(steps.cache, assumptions):
+                captured.load(steps.cache)
+                steps.cache.clear()  # whoever else holds this list has no use for it
+            else:
+                self.captured = captured = None  # its memory is free before another one needs as much
+                step = functools.partial(decode_latent, self.vae, first=False)
+                self.captured = captured = CapturedStep(step, latent, steps.cache, assumptions)
+            steps.cache = captured.cache
+        return captured(latent)
+
+    def _decode_traced(self, z: Tensor) -> Tensor:
+        """`decode` in a compiled program, which has its own guards, and changes nothing before it ends."""
+        before = self._clip
+        cache = Kept(self.vae._cached_conv_counts["decoder"], rings=False)
+        has_rings = isinstance(before.cache, Kept) and before.cache.rings
+        if has_rings or (before.begun and before.cache is None):
+            raise RuntimeError(
+                "DecodeStream: this clip keeps frames in rings, or was interrupted, and cannot go on in a "
+                "compiled program; decode outside of torch.compile, or call reset() to begin another clip"
+            )
+        if before.cache is not None:
+            cache[:] = before.cache
+        steps = Steps(self.vae, cache, begun=before.begun)
+        video = steps.video(self.vae.post_quant_conv(z))
+        self._clip = Clip(begun=True, cache=steps.cache, latents=None)
+        return video
+
+    def _model(self, clip: Clip) -> ModelSnapshot:
+        """The model of the clip, which has not changed since."""
+        if clip.model is None:
+            self._drop_stale_graph()
+            if self.captured is not None:
+                return self.captured.assumptions[0]
+            return ModelSnapshot(self.vae, for_graph=self.graph)
+        change = clip.model.change()
+        if change is not None:
+            raise RuntimeError(
+                f"DecodeStream: {change} since this clip began, and what is kept of its frames comes from "
+                "the model as it was; call reset() to begin another clip with the model as it is now"
+            )
+        return clip.model
+
+    def _conditions(self, z: Any, clip: Clip, model: ModelSnapshot) -> Conditions:
+        """Those of latents that fit to the model and to the clip; others are refused."""
+        _check_latents(z, self.vae)
+        gradients = torch.is_grad_enabled() and (z.requires_grad or model.wants_gradients())
+        if self.graph and torch.is_grad_enabled():
+            given = "graph=True was asked for and gradients are enabled"
+            raise RuntimeError(f"{given}; a CUDA graph has none, decode under torch.no_grad()")
+        conditions = Conditions.of(z, gradients)
+        if clip.conditions is not None and clip.conditions != conditions:
+            both = zip(Conditions._fields, conditions, clip.conditions, strict=True)
+            others = [(name, now, was) for name, now, was in both if now != was]
+            given = ", ".join(f"{name} {now}" for name, now, _ in others)
+            needed = ", ".join(f"{name} {was}" for name, _, was in others)
+            raise ValueError(
+                f"DecodeStream.decode: latents {list(z.shape)} with {given}; this clip began with {needed}, "
+                "which needs to be the same for all of its latents: call reset() to begin another clip"
+            )
+        return conditions
+
+    def _drop_stale_graph(self) -> None:
+        """Free a graph that was captured before the model changed, and the weights that it reads."""
+        if self.captured is not None and self.captured.assumptions[0].change() is not None:
+            self.captured = None
+
+    def _refuse_if_running(self) -> None:
+        if self._running.locked():
+            raise RuntimeError(f"DecodeStream: {ONE_AT_A_TIME}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: no graph, no lock, and of the clip what its caches can be computed from."""
+        clip = self._clip._replace(model=None, steady=False)
+        clip = clip._replace(cache=None) if clip.latents is not None else clip
+        return {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._running = threading.Lock()
+
+
+ONE_AT_A_TIME = (
+    "another call of this stream is running, in another thread or around the hook that made this one; the "
+    "latents of a clip are decoded one after the other: wait for it, or use a DecodeStream for each clip"
+)
+
+
+def _check_latents(z: Any, vae: Any) -> None:
+    """Refuse what the model cannot decode, before anything is touched."""
+    channels = vae.config.z_dim
+    needed = f"a tensor [B, {channels}, T, h, w] of latents"
+    if not isinstance(z, Tensor):
+        raise TypeError(f"DecodeStream.decode: z is of type {type(z).__name__}, it needs {needed}")
+    if z.dim() != 5 or z.shape[1] != channels or 0 in z.shape:
+        raise ValueError(
+            f"DecodeStream.decode: latents {list(z.shape)}, it needs {needed}, none of the sizes 0"
+            + ("; add the batch with z.unsqueeze(0)" if z.dim() == 4 else "")
+        )
+    if not z.is_floating_point() or z.layout is not torch.strided:
+        given = f"latents of {z.dtype} in layout {z.layout}"
+        raise ValueError(f"DecodeStream.decode: {given}, it needs dense floating-point latents")
+    entry = vae.post_quant_conv
+    weight = getattr(entry, "weight", None)
+    hooked = entry._forward_pre_hooks or "forward" in vars(entry)  # may bring the latents to the weights
+    if hooked or not isinstance(weight, Tensor) or weight.is_meta or weight.dtype.itemsize < 2:
+        return
+    if z.device != weight.device:
+        said = f"latents on {z.device}, the model is on {weight.device}"
+        raise ValueError(f"DecodeStream.decode: {said}; move one of them, z.to({str(weight.device)!r})")
+    if z.dtype != weight.dtype and not torch.is_autocast_enabled(z.device.type):
+        said = f"latents of {z.dtype}, the model is of {weight.dtype}"
+        raise ValueError(f"DecodeStream.decode: {said}; convert them, z.to({weight.dtype})")
 
 
 def _unpatched(x: Tensor, patch: int) -> Tensor:

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
+from turnout.launch.support import COMPILED, gluon_problem
 from turnout.routing.device import Device
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
+HOPPER = (9, 0)  # compute capability
 
 
 @functools.cache
@@ -23,12 +25,28 @@ def installed(package: str) -> bool:
 
 
 def needs_triton(device: Device) -> Iterator[str]:
-    if device.type != "cuda":
+    """What a plain Triton kernel needs: a card that Triton has a driver for, whoever made it."""
+    if device.type == "cpu":
         yield f"device {device.name}, this route needs a GPU"
-    elif device.capability is not None and device.capability < (8, 0):
+    elif device.backend is None and installed("triton"):
+        yield f"device {device.name}, this route needs one that Triton has a driver for"
+    elif device.backend == "cuda" and device.capability is not None and device.capability < (8, 0):
         yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
     if not installed("triton"):
         yield "Triton is not installed, this route needs triton>=3.6"
+
+
+def needs_hopper(device: Device) -> Iterator[str]:
+    """What a Gluon kernel for Hopper needs."""
+    yield from needs_triton(device)
+    if device.type == "cpu":
+        return
+    if (device.backend, device.capability) != ("cuda", HOPPER):
+        yield f"device {device.name}, this route needs compute capability {HOPPER[0]}.{HOPPER[1]}"
+        return
+    problem = gluon_problem(device)
+    if problem is not None:
+        yield f"{problem}, this route needs a Triton that does, such as {'.'.join(map(str, COMPILED[-1]))}"
 
 
 def needs_numba(device: Device) -> Iterator[str]:

@@ -34,8 +34,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 _PACKAGE = Path(__file__).parents[1]
 _MAGIC = b"turnout kernel 1\n"
 _CONFIG = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "ENABLE_AVX")  # of Numba's settings
@@ -201,8 +199,9 @@ def _module(name: str) -> Path | None:
 @functools.cache
 def folder() -> Path:
     """Where compiled kernels lie. Decided once in a process, as kernels are compiled once."""
-    root = os.environ.get("TURNOUT_CACHE_DIR") or platformdirs.user_cache_dir("turnout", appauthor=False)
-    return Path(root).expanduser().absolute() / "numba"
+    from turnout.routing.store import cache_folder
+
+    return cache_folder().absolute() / "numba"
 
 
 def _may(what: str) -> bool:

@@ -17,6 +17,7 @@ from turnout.bench.sweep import commit
 from turnout.models.accelerate import Report, accelerate, restore
 from turnout.race.kernels import Trace, traced
 from turnout.race.models import RACERS, Settings
+from turnout.routing import versions
 
 BRIEF = 200.0  # milliseconds; a briefer call notices that the model has just changed its shape, so one goes before it
 STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
@@ -118,7 +119,7 @@ def race(
         quarters = statistics.quantiles(lane.samples, n=4)
         lane.iqr = quarters[2] - quarters[0]
         lane.host_ms = statistics.median(lane.host_samples) if device.type == "cuda" else None
-    return Race(name, racer.describe(size), str(dtype).removeprefix("torch."), _device_name(device), lanes, report, _versions())
+    return Race(name, racer.describe(size), str(dtype).removeprefix("torch."), _device_name(device), lanes, report, _versions(device))
 
 
 def _turns(lanes: Any, runs: dict[str, Callable[[], Tensor]], model: Any, numerics: str | None) -> Iterator[tuple[str, Callable]]:
@@ -167,14 +168,6 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def _versions() -> dict[str, str]:
-    from importlib import metadata
-
-    names = ("torch", "triton", "diffusers", "transformers", "turnout")
-    found = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def _versions(device: torch.device) -> dict[str, str]:
+    models = {name: versions.installed(name) for name in ("diffusers", "transformers")}
+    return versions.for_device(device.type) | {name: version for name, version in models.items() if version is not None}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+if TYPE_CHECKING:
+    from turnout.routing.op import Op
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,29 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}"
+
+
+class Outline(NamedTuple):
+    """A case without its data: the problem of its call, and the reference's arguments on the meta device."""
+
+    problem: Any
+    args: tuple
+
+
+def outline(op: Op, case: Case) -> Outline:
+    """What a case asks for, without computing or allocating it where that can be avoided."""
+    try:
+        with FakeTensorMode():
+            args = op.arguments(*case.make(torch.device("cpu"), 0))
+            problem = op.problem(*args)
+    except (RuntimeError, TypeError, NotImplementedError):  # what it asks for depends on values, such as a mask's
+        args = op.arguments(*case.make(torch.device("cpu"), 0))
+        problem = op.problem(*args)
+    return Outline(problem, tuple(_on_meta(x) if isinstance(x, torch.Tensor) else x for x in args))
+
+
+def _on_meta(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:

@@ -5,14 +5,18 @@ Costs and guards see a `Device`, never a `torch.device`, so a choice can be expl
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+
+from turnout.routing import versions
 
 KIB, MIB = 2**10, 2**20
 
@@ -26,7 +30,14 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What a cost or a guard may know of a device. `bandwidth` in bytes/s, `flops` in FLOP/s by dtype name ("tf32" for its mode).
+    """What a cost or a guard may know of a device.
+
+    type: torch's name of it ("cuda" for AMD's cards too). backend: Triton's name of it ("cuda", "hip"), None where
+    Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32" for its mode). capability:
+    NVIDIA's compute capability. units: multiprocessors or cores. cache, shared: bytes of the last-level cache, and
+    of shared memory that one block may use. sibling: the name of a card with the same processor, whose measured
+    rows stand in where this one has none. triton: the version that compiles for it; None for a card that was asked
+    for by name, of which nobody knows: the newest that was measured counts.
 
     >>> Device.named("h200").slug
     'nvidia-h200'
@@ -40,6 +51,9 @@ class Device:
     units: int = 1
     cache: int = 0
     shared: int = 0
+    backend: str | None = None
+    sibling: str | None = None
+    triton: versions.Version | None = None
 
     @property
     def slug(self) -> str:
@@ -58,52 +72,112 @@ class Device:
 
     @staticmethod
     def named(name: str) -> Device:
-        """The known device whose name or slug contains `name`, whether or not this machine has it."""
-        wanted = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+        """The known device that people call `name`, whether or not this machine has it.
+
+        Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several cards
+        and have a number in them ("h100"), the first in `KNOWN` is meant.
+
+        >>> {Device.named(name).name for name in ("4090", "rtx4090", "rtx-4090", "RTX 4090", "GeForce RTX 4090")}
+        {'NVIDIA GeForce RTX 4090'}
+        """
+        wanted = _letters(name)
         if wanted == "cpu":
             return cpu()
-        matches = [d for d in KNOWN if wanted and wanted in d.slug]
-        number = any(letter.isdigit() for letter in wanted)  # "h100" means its first card; "rtx" could mean any
-        if not matches or (len(matches) > 1 and not number):
-            known = ", ".join(["cpu", *(d.slug for d in KNOWN)])
-            found = f"fits {', '.join(d.slug for d in matches)}" if matches else "is not known"
-            raise ValueError(f"device {name!r} {found}; name one of: {known}")
-        return next((d for d in matches if d.slug == wanted), matches[0])
+        matches = [device for device in KNOWN if wanted and wanted in _aliases(device)]
+        has_number = any(letter.isdigit() for letter in wanted)
+        if not matches or (len(matches) > 1 and not has_number):
+            known = ", ".join(["cpu", *(device.slug for device in KNOWN)])
+            problem = f"fits {', '.join(device.slug for device in matches)}" if matches else "is not known"
+            raise ValueError(f"device {name!r} {problem}; name one of: {known}")
+        return next((device for device in matches if wanted == _letters(device.name)), matches[0])
 
     @staticmethod
     def of(device: torch.device | str) -> Device:
         """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
-        found = _seen.get(device)
-        if found is not None:
-            return found
+        if _assumed is not None:
+            return _assumed
+        known = _seen.get(device)
+        if known is not None:
+            return known
         device = torch.device(device)
         if device.type == "cpu":
             return cpu()
         if device.type != "cuda":
-            return Device(name=device.type, type=device.type)
+            return _of_other(device.type)
         if not torch.cuda.is_available():
             return Device(name="unknown CUDA device", type="cuda")
-        found = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        known = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
         if device.index is not None:
-            _seen[device] = found
-        return found
+            _seen[device] = known
+        return known
 
 
 _seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
+_assumed: Device | None = None
+
+
+@contextlib.contextmanager
+def assumed(device: Device) -> Iterator[None]:
+    """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing can run.
+
+    For finding out what a route would launch on a card that is not here (`turnout.launch.recorded`). It holds for
+    the whole process, so it is for command lines and tests, not for a program that computes meanwhile.
+    """
+    global _assumed
+    before, _assumed = _assumed, device
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "", name.lower())
+
+
+@functools.cache
+def _aliases(device: Device) -> frozenset[str]:
+    """What people may call a card, in letters and digits: some of the words of its name, in their order."""
+    words = [_letters(word) for word in re.split(r"[ -]", device.name)]
+    if "hbm3" in words or "sxm4" in words:  # the driver names an H100 SXM by its memory
+        words += ["sxm"]
+    chosen = itertools.product((False, True), repeat=len(words))
+    return frozenset("".join(itertools.compress(words, some)) for some in chosen)
+
+
+@functools.cache
+def _of_other(device_type: str) -> Device:
+    """A device of neither NVIDIA, AMD nor a CPU: plain Triton routes may take it if Triton has a driver for it."""
+    return Device(name=device_type, type=device_type, backend=_triton_backend(device_type))
+
+
+def _triton_backend(device_type: str) -> str | None:
+    """Triton's name for the kind of device that torch calls `device_type`, if its active driver is for that."""
+    if versions.triton() is None:
+        return None
+    try:
+        from triton.runtime import driver
+
+        active: Any = driver.active
+        return active.get_current_target().backend if active.get_active_torch_device().type == device_type else None
+    except Exception:  # no driver is active: Triton raises whatever its backends raise
+        return None
 
 
 @functools.cache
 def _of_cuda(index: int) -> Device:
     seen = torch.cuda.get_device_properties(index)
-    known = {d.name: d for d in KNOWN}.get(seen.name)
+    here: dict[str, Any] = {"triton": versions.minor(versions.triton())}
+    known = {device.name: device for device in KNOWN}.get(seen.name)
     if known is not None:
-        return known
+        return replace(known, **here)
+    here["backend"] = None if versions.triton() is None else "hip" if torch.version.hip else "cuda"
     # Cards we have no datasheet for: memory speed as the driver states it, so that byte-bound costs still mean something.
     clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
     bandwidth = Figure(2e3 * clock * width / 8, "memory clock and bus width as the driver states them") if clock and width else None
     return Device(
         name=seen.name, type="cuda", bandwidth=bandwidth, capability=(seen.major, seen.minor),
-        units=seen.multi_processor_count, cache=seen.L2_cache_size, shared=getattr(seen, "shared_memory_per_block_optin", 0),
+        units=seen.multi_processor_count, cache=seen.L2_cache_size, shared=getattr(seen, "shared_memory_per_block_optin", 0), **here,
     )  # fmt: skip
 
 
@@ -118,11 +192,12 @@ def cpu() -> Device:
     )  # fmt: skip
 
 
-def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, single, source):
+def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, single, source, **more):
     peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single}
     return Device(
         name=name, type="cuda", capability=capability, units=units, cache=int(cache_mib * MIB), shared=shared_kib * KIB,
         bandwidth=Figure(tbps * 1e12, source), flops={dtype: Figure(peak * 1e12, source) for dtype, peak in peaks.items()},
+        **{"backend": "cuda", **more},
     )  # fmt: skip
 
 
@@ -130,7 +205,8 @@ def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, singl
 # a block may use in KiB, memory in TB/s, then TFLOP/s for fp16 and bf16 with fp32 accumulation, TF32, plain fp32.
 KNOWN = (
     _gpu("NVIDIA H200", (9, 0), 132, 60, 227, 4.8, 989.4, 494.7, 66.9, "NVIDIA H200 Tensor Core GPU datasheet; L2 as torch 2.11 reads it"),
-    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 architecture whitepaper, SXM5"),
+    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 architecture whitepaper, SXM5",
+         sibling="NVIDIA H200"),
     _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 227, 2.0, 756, 378, 51.2, "NVIDIA H100 architecture whitepaper, PCIe"),
     _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 163, 2.039, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM"),
     _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 163, 1.555, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU architecture whitepaper"),
@@ -138,5 +214,6 @@ KNOWN = (
     _gpu("NVIDIA L40S", (8, 9), 142, 96, 99, 0.864, 362, 183, 91.6, "NVIDIA L40S datasheet"),
     _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 99, 1.008, 165.2, 82.6, 82.6, "NVIDIA Ada whitepaper, appendix A"),
     _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 99, 1.792, 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell whitepaper, appendix A"),
-    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; its Infinity Cache"),
+    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; its Infinity Cache",
+         backend="hip"),
 )  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from turnout.routing import settings
+from turnout.routing import failures, settings
 from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Verdict, choose
+from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
-from turnout.routing.source import fingerprint
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -48,7 +48,10 @@ class TurnoutWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with defaults."""
+    """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with defaults.
+
+    kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
+    """
 
     name: str
     run: Callable[..., Any]
@@ -58,11 +61,12 @@ class Route:
     version: int
     configs: Callable[[Any, Device], Sequence[Config]]
     bound: Bind | None = None
+    kernels: tuple[str, ...] = ()
 
     @functools.cached_property
-    def source(self) -> str:
-        """A hash of the code behind this route: what was measured with other code does not count."""
-        return fingerprint(self.run, *filter(None, [self.bound]))
+    def code_hash(self) -> str:
+        """A hash of the kernels' source: what was measured with other kernels does not count."""
+        return code_hash(*self.kernels)
 
     def ready(self, args: tuple, config: Config) -> Callable[..., Any]:
         """`run` with a configuration, for calls with the facts of these arguments: `bound` has worked out what follows from them."""
@@ -131,6 +135,7 @@ class Op:
     def route(
         self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
         configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), bound: Bind | None = None,
+        kernels: Sequence[str] = (),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
         """Declare a route: see CONTRIBUTING, "Add a route". `bound(run, args, config)` may give what runs a call like that one (the same
         shapes, strides, dtypes, devices and plain arguments) at less host time than `run`; None where it cannot."""
@@ -146,7 +151,7 @@ class Op:
                 raise ValueError(f"op {self.name} has a route {name!r} already")
             if numerics not in get_args(Numerics):
                 raise ValueError(f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}")
-            self.routes[name] = Route(name, run, refuses, cost, numerics, version, configs, bound)
+            self.routes[name] = Route(name, run, refuses, cost, numerics, version, configs, bound, tuple(kernels))
             return run
 
         return declare
@@ -175,7 +180,7 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if facts is None or next(x.device.type for x in args if isinstance(x, Tensor)) not in ("cpu", "cuda"):
+        if facts is None or not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
             return self.reference(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
         if len(self.memo) >= _MOST_REMEMBERED:
             self.memo.clear()
@@ -243,19 +248,34 @@ class Op:
             self, key.problem, device,
             pin=current.pins.get(self.name), numerics=current.numerics,
             measured=Tables.for_device(device).lookup(self, key.problem),
-            failed={name: why for (name, failed), why in self.failed.items() if failed == key},
+            failed=self._failures(key, device),
             overhead=AUTOGRAD_OVERHEAD if key.wants_grad else 0.0,
             odd=odd,
         )  # fmt: skip
 
+    def _failures(self, key: Key, device: Device) -> dict[str, str]:
+        """Routes that failed at launch for this key, and those whose kernels do not compile for the device."""
+        failed = {name: why for (name, failed), why in self.failed.items() if failed == key}
+        for route in self.routes.values() if device.triton is not None else ():
+            problem = failures.compile_problem(route.code_hash, device) if route.kernels else None
+            if problem is not None:
+                failed[route.name] = problem
+        return failed
+
     def _fall_through(self, failure: Exception, args: tuple) -> Any:
-        """A route failed at launch: remember it as refused for this key, say so once, take the next one."""
+        """A route failed at launch: remember it as refused, say so once, take the next one. Where a kernel does not
+        compile it is refused for all calls, else for calls like this one."""
         key = self.key(args)
         verdict = self.verdict(key)
         if verdict.authority == "pin" or verdict.chosen == REFERENCE:
             raise failure
-        why = f"failed at launch: {type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
-        self.failed[verdict.chosen, key] = why
+        why = f"failed at launch: {failures.in_words(failure)}"
+        if failures.kind_of(failure) == "compilation":
+            failures.remember(
+                self.routes[verdict.chosen].code_hash, verdict.device, f"its kernels do not compile: {failures.in_words(failure)}"
+            )
+        else:
+            self.failed[verdict.chosen, key] = why
         forget_choices()
         warnings.warn(f"turnout.{self.name}: route {verdict.chosen!r} {why}; taking the next one", TurnoutWarning, stacklevel=5)
         return self(*args)
@@ -333,6 +353,11 @@ def op_named(op: str | Callable[..., Any]) -> Op:
     if name not in OPS:
         raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted(OPS))}")
     return OPS[name]
+
+
+def _has_routes(device: torch.device) -> bool:
+    """Whether routes may take tensors of a device: a CPU's, a GPU's, and those of any other that Triton drives."""
+    return device.type in ("cpu", "cuda") or Device.of(device).backend is not None
 
 
 def _is_launch_failure(failure: Exception) -> bool:

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 
 from turnout.bench.timer import Timing, time_variants
+from turnout.routing import versions
 from turnout.routing.case import copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, op_named, watched
-from turnout.routing.table import Row, Tables, forget_tables, publish
+from turnout.routing.row import Row
+from turnout.routing.store import publish
+from turnout.routing.table import Tables, forget_tables, machine_of
 from turnout.routing.verify import Trial
 
 SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
@@ -169,7 +172,9 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         peak_mib={name: peak_mib(run, inputs[0]) for name, run in runs.items()} if where.type == "cuda" else {},
         config=best,
         version={name: op.routes[name].version for name in best},
-        source={name: op.routes[name].source for name in best},
+        code_hash={name: op.routes[name].code_hash for name in best},
+        versions=versions.for_device(device.type),
+        machine=machine_of(device),
     )
     return row, device
 

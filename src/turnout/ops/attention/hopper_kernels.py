@@ -15,12 +15,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from turnout.launch.gluon import async_load, reinterpret
+
 WARPS = 8
+
+
+@gluon.jit
+def v_block(slot, BK: gl.constexpr, W: gl.constexpr, SIZE: gl.constexpr):
+    """A block of v, [1, 1, BK, W], at the start of a ring slot of SIZE elements. Triton 3.8 wants all of the slot
+    accounted for, hence the blocks behind it; Triton 3.6 takes no layout as an argument, hence it is made here."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return reinterpret(slot, slot.dtype, [SIZE // (BK * W), 1, 1, BK, W], layout).index(0)
 
 
 @gluon.jit
@@ -32,7 +41,7 @@ def produce(
     """One warp. Order in the ring: k of block 0; then k of block i + 1 and v of block i, over and over, as they are used."""
     mbarrier.expect(q_full, BM * DC * CHUNKS * 2)
     for c in gl.static_range(CHUNKS):
-        tma.async_copy_global_to_shared(q, [batch, head, row, c * DC], q_full, q_s.index(c))
+        async_load(q, [batch, head, row, c * DC], q_full, q_s.index(c))
     at = 0
     for n in range(first, last + BN, BN):
         if n < last:
@@ -40,7 +49,7 @@ def produce(
                 slot = at % SLOTS
                 mbarrier.wait(empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BN * DC * 2)
-                tma.async_copy_global_to_shared(k, [batch, kv_head, n, c * DC], full.index(slot), ring.index(slot))
+                async_load(k, [batch, kv_head, n, c * DC], full.index(slot), ring.index(slot))
                 at += 1
         if n > first:
             for part in gl.static_range(BN // BK):
@@ -48,14 +57,14 @@ def produce(
                 slot = at % SLOTS
                 mbarrier.wait(empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BK * W0 * 2)
-                into = ring.index(slot)._reinterpret(v0.dtype, [1, 1, BK, W0], v0.layout)
-                tma.async_copy_global_to_shared(v0, [batch, kv_head, key, 0], full.index(slot), into)
+                into = v_block(ring.index(slot), BK, W0, BN * DC)
+                async_load(v0, [batch, kv_head, key, 0], full.index(slot), into)
                 at += 1
                 slot = at % SLOTS
                 mbarrier.wait(empty.index(slot), ((at // SLOTS) & 1) ^ 1)
                 mbarrier.expect(full.index(slot), BK * W1 * 2)
-                into = ring.index(slot)._reinterpret(v1.dtype, [1, 1, BK, W1], v1.layout)
-                tma.async_copy_global_to_shared(v1, [batch, kv_head, key, W0], full.index(slot), into)
+                into = v_block(ring.index(slot), BK, W1, BN * DC)
+                async_load(v1, [batch, kv_head, key, W0], full.index(slot), into)
                 at += 1
 
 
@@ -156,7 +165,6 @@ def consume(
     layout1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, W1 // 2, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     dtype: gl.constexpr = q_s.dtype
-    v_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     PARTS: gl.constexpr = BN // BK
     acc0 = gl.zeros([BM, W0], gl.float32, layout0)
     acc1 = gl.zeros([BM, W1], gl.float32, layout1)
@@ -195,7 +203,7 @@ def consume(
         # p v of the block before this; its last two products go on while the softmax of this block is taken.
         for i in gl.static_range(PARTS):
             p_part = p_s.index(turn).slice(i * BK, BK, dim=1)
-            piece = wait_full(ring, full, at, SLOTS)._reinterpret(dtype, [1, 1, BK, W0], v_layout).reshape([BK, W0])
+            piece = v_block(wait_full(ring, full, at, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
             acc0 = warpgroup_mma(p_part, piece, acc0, is_async=True)
             if i == 0:
                 s, acc0 = warpgroup_mma_wait(num_outstanding=1, deps=(s, acc0))
@@ -203,7 +211,7 @@ def consume(
                 acc0, acc1 = warpgroup_mma_wait(num_outstanding=1, deps=(acc0, acc1))
             release(empty, at - 1, SLOTS)
             at += 1
-            piece = wait_full(ring, full, at, SLOTS)._reinterpret(dtype, [1, 1, BK, W1], v_layout).reshape([BK, W1])
+            piece = v_block(wait_full(ring, full, at, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
             acc1 = warpgroup_mma(p_part, piece, acc1, is_async=True)
             if i < PARTS - 1:
                 acc0, acc1 = warpgroup_mma_wait(num_outstanding=1, deps=(acc0, acc1))
@@ -223,10 +231,10 @@ def consume(
     acc1 = acc1 * gl.convert_layout(old, gl.SliceLayout(1, layout1))[:, None]
     for i in gl.static_range(PARTS):
         p_part = p_s.index(turn).slice(i * BK, BK, dim=1)
-        piece = wait_full(ring, full, at, SLOTS)._reinterpret(dtype, [1, 1, BK, W0], v_layout).reshape([BK, W0])
+        piece = v_block(wait_full(ring, full, at, SLOTS), BK, W0, BN * DC).reshape([BK, W0])
         acc0 = warpgroup_mma(p_part, piece, acc0, is_async=True)
         at += 1
-        piece = wait_full(ring, full, at, SLOTS)._reinterpret(dtype, [1, 1, BK, W1], v_layout).reshape([BK, W1])
+        piece = v_block(wait_full(ring, full, at, SLOTS), BK, W1, BN * DC).reshape([BK, W1])
         acc1 = warpgroup_mma(p_part, piece, acc1, is_async=True)
         at += 1
     acc0, acc1 = warpgroup_mma_wait(num_outstanding=0, deps=(acc0, acc1))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from turnout.ops import tma
+from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 
@@ -30,8 +30,8 @@ def run_flash(
 ) -> Tensor:  # fmt: skip
     """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2]; key_mask: [B, keys], bool.
     `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in place."""
+    from turnout.launch import launch
     from turnout.ops.attention.kernels import flash_kernel
-    from turnout.ops.launching import launch
 
     (batch, heads, length, dim), dim_v = q.shape, v.shape[3]
     out, sums = (empty_like_queries(q, dim_v), None) if so_far is None else so_far
@@ -84,8 +84,8 @@ QUERIES, KEYS, CHUNK, HALF, PART, SLOTS = 64, 128, 128, 256, 64, 4
 
 def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, splits: int) -> Tensor:
     """The Gluon kernel for heads of 257 to 512; with `splits`, that many parts of the keys, joined by a second kernel."""
+    from turnout.launch import launch
     from turnout.ops.attention.hopper_kernels import WARPS, wide_kernel
-    from turnout.ops.launching import launch
 
     (batch, heads, rows, dim), keys = q.shape, k.shape[2]
     out = empty_like_queries(q, dim)
@@ -114,8 +114,8 @@ def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
 
 
 def run_combine(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
+    from turnout.launch import launch
     from turnout.ops.attention.kernels import combine_kernel
-    from turnout.ops.launching import launch
 
     (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
     numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])

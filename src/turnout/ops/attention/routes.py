@@ -27,6 +27,7 @@ from turnout.routing.op import Config
 
 LONGEST = 2**30 - 2**16  # positions are counted in 32 bits; offsets have 64
 WIDE = range(257, 513)
+FLASH = ("turnout.ops.attention.kernels:flash_kernel",)
 MOST_APART = 2**25  # bytes of an output on its way
 
 # torch's backends
@@ -156,7 +157,9 @@ def common_configs(problem: Attention, device: Device) -> list[Config]:
     return [{"apart": way, **fixed} for way in ways]
 
 
-@ATTENTION.route("common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=2)
+@ATTENTION.route(
+    "common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=2, kernels=FLASH
+)
 def common_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     *, cudnn: bool = False, step: int = 1, apart: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
@@ -262,7 +265,7 @@ def wide_configs(problem: Attention, device: Device) -> list[Config]:
     return [{"rows": rows, "keys": keys, "warps": warps, "stages": 1}]
 
 
-@ATTENTION.route("wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, numerics="close", version=1)
+@ATTENTION.route("wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, numerics="close", version=1, kernels=FLASH)
 def wide_head(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
@@ -272,7 +275,7 @@ def wide_head(
 
 
 @ATTENTION.route(
-    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, numerics="close", version=1
+    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, numerics="close", version=1, kernels=FLASH
 )  # fmt: skip
 def flash_triton(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
@@ -293,9 +296,7 @@ def with_padding(
 
 
 def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
-    yield from needs.needs_triton(device)
-    if device.capability is not None and device.capability[0] != 9:
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 9.0"
+    yield from needs.needs_hopper(device)
     yield from needs.needs_dtype(problem.dtype, *costs.HALF)
     if problem.mask is not None or problem.padding is not None:
         yield "some keys do not count, this route needs all of them to"
@@ -326,7 +327,13 @@ def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
 
 
 @ATTENTION.route(
-    "wide-head-hopper", refuses=refuses_wide_hopper, cost=costs.wide_hopper, configs=wide_hopper_configs, numerics="close", version=1
+    "wide-head-hopper",
+    refuses=refuses_wide_hopper,
+    cost=costs.wide_hopper,
+    configs=wide_hopper_configs,
+    numerics="close",
+    version=1,
+    kernels=("turnout.ops.attention.hopper_kernels:wide_kernel", "turnout.ops.attention.kernels:combine_kernel"),
 )
 def wide_head_hopper(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],

@@ -55,8 +55,8 @@ def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
 
 def segments(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
     """The sequence of each position, int32 [batch, length], or None where nothing is packed."""
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d.kernels import segments as kernel
-    from turnout.ops.launching import launch
 
     if cu_seqlens is None:
         return None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
@@ -69,8 +69,8 @@ def segments(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> 
 def rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool, channels: int, vectors: int, warps: int
 ) -> None:
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d.kernels import rows as kernel
-    from turnout.ops.launching import launch
 
     batch, dim, length = x.shape
     vector = vector_of(2, seg, x, y)
@@ -91,8 +91,8 @@ def cols(
     x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool,
     groups: int, rows: int, steps: int, channels: int, warps: int,
 ) -> None:  # fmt: skip
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d.kernels import cols as kernel
-    from turnout.ops.launching import launch
 
     batch, dim, length = x.shape
     programs = batch * ceil_div(dim, channels) * ceil_div(length, groups * rows * steps)
@@ -109,8 +109,8 @@ def edges(
     y: Tensor, final: Tensor | None, silu: bool,
 ) -> None:  # fmt: skip
     """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states that are left."""
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d.kernels import edges as kernel
-    from turnout.ops.launching import launch
 
     batch, dim, length = x.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1

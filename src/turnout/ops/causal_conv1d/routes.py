@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,9 +162,25 @@ def with_states(
 
 
 # The rows kernel takes any strides too, one element at a time.
-@CAUSAL_CONV1D.route("strided", refuses=refuses_on_gpu, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
+ALONG_ROWS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("rows", "edges", "segments")]
+DOWN_COLUMNS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("cols", "edges", "segments")]
+ON_CPU: Any = {
+    "numerics": "close", "version": 1,
+    "kernels": [f"turnout.ops.causal_conv1d.cpu_kernels:{name}" for name in ("rows", "cols", "finals")],
+}  # fmt: skip
+
+
 @CAUSAL_CONV1D.route(
-    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.76), configs=channel_first_configs, numerics="close", version=1
+    "strided", refuses=refuses_on_gpu, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
+)
+@CAUSAL_CONV1D.route(
+    "channel-first",
+    refuses=refuses_channel_first,
+    cost=gpu_cost(0.76),
+    configs=channel_first_configs,
+    numerics="close",
+    version=1,
+    kernels=ALONG_ROWS,
 )
 def along_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
@@ -176,7 +193,13 @@ def along_rows(
 
 
 @CAUSAL_CONV1D.route(
-    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.74), configs=channel_last_configs, numerics="close", version=1
+    "channel-last",
+    refuses=refuses_channel_last,
+    cost=gpu_cost(0.74),
+    configs=channel_last_configs,
+    numerics="close",
+    version=1,
+    kernels=DOWN_COLUMNS,
 )
 def down_columns(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
@@ -237,7 +260,7 @@ def on_cpu(
     return y, final
 
 
-@CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, numerics="close", version=1)
+@CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, **ON_CPU)
 def cpu_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool,
@@ -245,7 +268,7 @@ def cpu_rows(
     return on_cpu(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False)
 
 
-@CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, numerics="close", version=1)
+@CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, **ON_CPU)
 def cpu_cols(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool,

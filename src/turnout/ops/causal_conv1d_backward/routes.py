@@ -117,8 +117,8 @@ class Call(NamedTuple):
 
 def finish(call: Call, part: Tensor, main: int, initial_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """After the main kernel, which left `main` sums: the ends of sequences, then the sums of sums."""
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import edges_back, fold
-    from turnout.ops.launching import launch
 
     x, weight, bias = call.x, call.weight, call.bias
     (_, dim, length), width = x.shape, weight.shape[1]
@@ -143,17 +143,31 @@ def finish(call: Call, part: Tensor, main: int, initial_states: Tensor | None) -
     return call.dx, dweight, dbias, dinitial
 
 
-@CAUSAL_CONV1D_BACKWARD.route("strided", refuses=refuses_strided, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1)
+ENDS = [f"turnout.ops.causal_conv1d_backward.kernels:{name}" for name in ("edges_back", "fold")]
+ENDS += ["turnout.ops.causal_conv1d.kernels:segments"]
+ALONG_ROWS = ["turnout.ops.causal_conv1d_backward.kernels:rows_back", *ENDS]
+DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
+
+
 @CAUSAL_CONV1D_BACKWARD.route(
-    "channel-first", refuses=refuses_channel_first, cost=gpu_cost(0.6), configs=rows_configs, numerics="close", version=1
+    "strided", refuses=refuses_strided, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
+)
+@CAUSAL_CONV1D_BACKWARD.route(
+    "channel-first",
+    refuses=refuses_channel_first,
+    cost=gpu_cost(0.6),
+    configs=rows_configs,
+    numerics="close",
+    version=1,
+    kernels=ALONG_ROWS,
 )
 def along_rows(
     grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
     cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
     *, channels: int = 1, vectors: int = 256, warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import rows_back
-    from turnout.ops.launching import launch
 
     call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
     batch, dim, length = x.shape
@@ -168,15 +182,21 @@ def along_rows(
 
 
 @CAUSAL_CONV1D_BACKWARD.route(
-    "channel-last", refuses=refuses_channel_last, cost=gpu_cost(0.6), configs=cols_configs, numerics="close", version=1
+    "channel-last",
+    refuses=refuses_channel_last,
+    cost=gpu_cost(0.6),
+    configs=cols_configs,
+    numerics="close",
+    version=1,
+    kernels=DOWN_COLUMNS,
 )
 def down_columns(
     grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
     cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
     *, groups: int = 4, rows: int = 4, steps: int = 16, channels: int = 128, warps: int = 4,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import cols_back
-    from turnout.ops.launching import launch
 
     call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
     (batch, dim, length), width = x.shape, weight.shape[1]

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
 from turnout.ops.causal_conv1d.routes import LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
-from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -61,13 +61,20 @@ def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Conf
 
 
 @CAUSAL_CONV1D_UPDATE.route(
-    "one-launch", refuses=refuses_on_gpu, cost=gpu_cost, configs=one_launch_configs, bound=planned_once, numerics="close", version=1
+    "one-launch",
+    refuses=refuses_on_gpu,
+    cost=gpu_cost,
+    configs=one_launch_configs,
+    bound=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=("turnout.ops.causal_conv1d_update.kernels:update",),
 )
 @one_launch
 def on_gpu(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, *, channels: int = 128, warps: int = 4,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     from turnout.ops.causal_conv1d_update.kernels import update
 
     new, y, out = with_axis(x)
@@ -83,7 +90,7 @@ def on_gpu(
     numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
     shift, lengths, slots = (None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices))
     tensors = (new, conv_state, weight, shift, y, lengths, slots)
-    return Planned(update, batch * ceil_div(dim, channels), tensors, numbers, constants, out, warps)
+    return LaunchPlan(update, batch * ceil_div(dim, channels), tensors, numbers, constants, out, warps)
 
 
 def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +102,10 @@ def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., None], y[..., None], y
 
 
-@CAUSAL_CONV1D_UPDATE.route("cpu-channels", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1)
+@CAUSAL_CONV1D_UPDATE.route(
+    "cpu-channels", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1,
+    kernels=("turnout.ops.causal_conv1d_update.cpu_kernels:update",),
+)  # fmt: skip
 def cpu_channels(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,

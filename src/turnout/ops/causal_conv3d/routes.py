@@ -17,7 +17,7 @@ from turnout.ops.convolution.kernel_routes import clip_strides, known_output, la
 from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
 from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
-from turnout.ops.convolution.routes import finished
+from turnout.ops.convolution.routes import IN_TORCH, WINOGRAD_KERNELS, finished
 from turnout.ops.convolution.task import Task
 from turnout.ops.convolution.winograd import by_winograd
 from turnout.routing.device import Device
@@ -70,9 +70,7 @@ def joined_then(method: Callable[..., Tensor], input: Tensor, weight: Tensor, bi
     return finished(y, residual, plain_format(input, weight))
 
 
-@CAUSAL_CONV3D.route(
-    "channels-last", refuses=of_padded(guards.refuses_channels_last), cost=joined(costs.channels_last_cost), numerics="close", version=1
-)
+@CAUSAL_CONV3D.route("channels-last", refuses=of_padded(guards.refuses_channels_last), cost=joined(costs.channels_last_cost), **IN_TORCH)
 def with_channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
@@ -80,7 +78,7 @@ def with_channels_last(
     return joined_then(in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
 
 
-@CAUSAL_CONV3D.route("upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), numerics="close", version=1)
+@CAUSAL_CONV3D.route("upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH)
 def with_float32(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
@@ -88,7 +86,10 @@ def with_float32(
     return joined_then(in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
 
 
-@CAUSAL_CONV3D.route("winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1)
+@CAUSAL_CONV3D.route(
+    "winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1,
+    kernels=WINOGRAD_KERNELS,
+)  # fmt: skip
 def with_winograd(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
@@ -96,7 +97,7 @@ def with_winograd(
     return joined_then(by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
 
 
-@CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, numerics="close", version=1)
+@CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, **IN_TORCH)
 def depth_taps(
     input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
@@ -148,7 +149,10 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(causal_task(problem), device)
 
     bind = functools.partial(causal_bound, kernel.launch) if kernel.hopper else None
-    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
+    return {
+        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "kernels": kernel.kernels,
+    }  # fmt: skip
 
 
 def convolved(

@@ -40,7 +40,7 @@ def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
 
 
 @CONV3D.route(
-    "depth-chunks", refuses=guards.refuses_depth_chunks, cost=costs.depth_chunks_cost, configs=groups_of_frames, numerics="close", version=1
+    "depth-chunks", refuses=guards.refuses_depth_chunks, cost=costs.depth_chunks_cost, configs=groups_of_frames, **shared.IN_TORCH
 )
 def depth_chunks(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,

@@ -19,6 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from turnout.launch.gluon import async_load, async_store, reinterpret
+
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
     "tiles", "nw", "nt", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
@@ -90,11 +92,11 @@ def fetch(
                                 tap = (ko + p) * TAP_S + ku * TAP_U + kw
                                 filter = column * (BN1 + BN2)
                                 if len(w1.block_shape) == 4:  # [KW, F, taps, C]
-                                    tma.async_copy_global_to_shared(w1, [0, filter, tap, block * BC], ready, b1.index(slot))
+                                    async_load(w1, [0, filter, tap, block * BC], ready, b1.index(slot))
                                 else:
-                                    tma.async_copy_global_to_shared(w1, [filter, tap, block * BC], ready, b1.index(slot))
+                                    async_load(w1, [filter, tap, block * BC], ready, b1.index(slot))
                                 if BN2 > 0:
-                                    tma.async_copy_global_to_shared(w2, [filter + BN1, tap, block * BC], ready, b2.index(slot))
+                                    async_load(w2, [filter + BN1, tap, block * BC], ready, b2.index(slot))
                             else:
                                 mbarrier.expect(ready, X_BYTES)
                             frame = s + (ko + p) * DS - ps
@@ -113,17 +115,17 @@ def fetch(
 @gluon.jit
 def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.constexpr):
     if cache is None:
-        tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
+        async_load(x, [n, s, u, w, channel], ready, into)
     elif BY_FRAME:
         if u < 0:
-            tma.async_copy_global_to_shared(cache, [n, s, u + frames, w, channel], ready, into)
+            async_load(cache, [n, s, u + frames, w, channel], ready, into)
         else:
-            tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
+            async_load(x, [n, s, u, w, channel], ready, into)
     else:
         if s < 0:
-            tma.async_copy_global_to_shared(cache, [n, s + frames, u, w, channel], ready, into)
+            async_load(cache, [n, s + frames, u, w, channel], ready, into)
         else:
-            tma.async_copy_global_to_shared(x, [n, s, u, w, channel], ready, into)
+            async_load(x, [n, s, u, w, channel], ready, into)
 
 
 @gluon.jit
@@ -132,7 +134,7 @@ def rows_of(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexp
     bits: gl.constexpr = boxes.dtype.primitive_bitwidth
     wide: gl.constexpr = COLUMNS * bits // 8 if COLUMNS * bits < 1024 else 128
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=wide, element_bitwidth=bits, rank=2)
-    return boxes._reinterpret(boxes.dtype, [COUNT, ROWS, COLUMNS], layout)
+    return reinterpret(boxes, boxes.dtype, [COUNT, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
@@ -253,13 +255,13 @@ def panels(filters, dtype):
 @gluon.jit
 def fetch_residual(r, o, n, s, u, w, filter, arrived, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
     for p in gl.static_range(PANELS):
-        tma.async_copy_global_to_shared(r, [n, s, u, w, filter + p * (N // PANELS)], arrived, o.index(first + p * apart))
+        async_load(r, [n, s, u, w, filter + p * (N // PANELS)], arrived, o.index(first + p * apart))
 
 
 @gluon.jit
 def store(y, o, n, s, u, w, filter, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
     for p in gl.static_range(PANELS):
-        tma.async_copy_shared_to_global(y, [n, s, u, w, filter + p * (N // PANELS)], o.index(first + p * apart))
+        async_store(y, [n, s, u, w, filter + p * (N // PANELS)], o.index(first + p * apart))
 
 
 @gluon.jit

@@ -13,8 +13,9 @@ each is fetched once, and added to all the outputs that see it. What bounds both
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from turnout.launch.gluon import async_load
 from turnout.ops.convolution.gluon_kernels import NUMBERS, accumulate, fetch, fetch_box, multiply, place, rings, rows_of, settle
 
 
@@ -131,7 +132,7 @@ def fetch_rolled(
     for ku in range(KU):
         for ks in range(KS):
             for block in range(BLOCKS):
-                tma.async_copy_global_to_shared(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
+                async_load(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)

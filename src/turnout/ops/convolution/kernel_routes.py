@@ -24,7 +24,8 @@ from turnout.ops.convolution.task import Task
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-HOPPER = (9, 0)
+_HERE = "turnout.ops.convolution"
+TRANSPOSE = f"{_HERE}.kernels:transpose"
 HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
 
 
@@ -35,15 +36,14 @@ class Kernel(NamedTuple):
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
     launch: Launch
+    kernels: tuple[str, ...]  # also those that copy or round before and behind; not what unaligned tensors fall back to
 
     @property
     def hopper(self) -> bool:
         return self.launch.short is not None
 
     def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
-        yield from needs.needs_triton(device)
-        if self.hopper and device.type == "cuda" and device.capability != HOPPER:
-            yield f"device {device.name}, this route needs compute capability {HOPPER[0]}.{HOPPER[1]}"
+        yield from needs.needs_hopper(device) if self.hopper else needs.needs_triton(device)
         yield from self.refuses(given)
 
     def seconds(self, given: Task, device: Device) -> float | None:
@@ -84,11 +84,23 @@ def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]
 
 IMPLICIT_GEMM = Kernel(
     task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
-    portable_arithmetic, GEMM,
+    portable_arithmetic, GEMM, (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
 )  # fmt: skip
-IMPLICIT_GEMM_HOPPER = Kernel(task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, GEMM_HOPPER)
-NARROW_OUT = Kernel(task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), NARROW)
-NARROW_OUT_HOPPER = Kernel(task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), NARROW_HOPPER)
+IMPLICIT_GEMM_HOPPER = Kernel(
+    task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, GEMM_HOPPER,
+    (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
+)  # fmt: skip
+NARROW_OUT = Kernel(
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(given), narrow_reading(0.28, 1.3), NARROW,
+    (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
+)  # fmt: skip
+NARROW_OUT_HOPPER = Kernel(
+    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), NARROW_HOPPER,
+    (
+        f"{_HERE}.gluon_narrow_kernels:narrow_out", f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
+        f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE,
+    ),
+)  # fmt: skip
 
 
 # From a problem to a task
@@ -150,7 +162,10 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
         return kernel.configs(task_of(problem), device)
 
     bind = functools.partial(convolution_bound, kernel.launch) if kernel.hopper else None
-    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
+    return {
+        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "kernels": kernel.kernels,
+    }  # fmt: skip
 
 
 # From tensors to a launch

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.ops import tma
+from turnout.launch import descriptors as tma
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
 from turnout.ops.convolution import tiles
 from turnout.ops.convolution.layout import LAST, dense_strides
@@ -42,8 +42,8 @@ def implicit_gemm(
     pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
 ) -> None:  # fmt: skip
     """A convolution as one matrix product over pixels, without a buffer for it. Any GPU, any strides."""
+    from turnout.launch import launch
     from turnout.ops.convolution.kernels import implicit_gemm as kernel
-    from turnout.ops.launching import launch
 
     count = out.shape[0] * prod(out.shape[2:])
     constants = {
@@ -101,8 +101,8 @@ class Plan(NamedTuple):
 def _launch_implicit_gemm(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
+    from turnout.launch import launch
     from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
-    from turnout.ops.launching import launch
 
     tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
     launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4)
@@ -165,8 +165,8 @@ def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block
 
 def prepared(weight: Tensor) -> Tensor:
     """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to TF32."""
+    from turnout.launch import launch
     from turnout.ops.convolution.gluon_kernels import round_to_tf32
-    from turnout.ops.launching import launch
 
     steps, dense = channels_last_steps(weight.shape, weight.stride())
     if not dense:
@@ -196,8 +196,8 @@ def narrow_out(
     rows: int = 16, columns: int = 128,
 ) -> None:  # fmt: skip
     """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
+    from turnout.launch import launch
     from turnout.ops.convolution.kernels import narrow_out as kernel
-    from turnout.ops.launching import launch
 
     kd, kh, kw = weight.shape[2:]
     rows, columns = min(rows, power_of_two(out.shape[3])), min(columns, max(power_of_two(out.shape[4] + kw - 1), 16))
@@ -239,8 +239,8 @@ def narrow_out_hopper(
 def _launch_narrow_out(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
+    from turnout.launch import launch
     from turnout.ops.convolution.gluon_narrow_kernels import narrow_out, narrow_out_rolled
-    from turnout.ops.launching import launch
 
     kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
@@ -311,7 +311,7 @@ NARROW_HOPPER = Launch(narrow_out_hopper, _narrow_plan, tiles.NarrowTile, _launc
 @functools.lru_cache(4096)
 def planned(
     launch: Launch, held: tuple[Memory, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, padding: tuple[int, ...],
-    dilation: tuple[int, ...], replicate: bool, config: tuple[tuple[str, Any], ...], device: torch.device,
+    dilation: tuple[int, ...], replicate: bool, config: tuple[tuple[str, Any], ...], device: Device,
 ) -> Plan | None:  # fmt: skip
     """The plan of a launch on x, out, cache, residual and weight as they are, 2-D or 3-D. None where one of them has to be moved or rounded
     first, and for other kernels."""
@@ -326,7 +326,7 @@ def planned(
     three = len(padding) == 3
     padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
     clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
-    return launch.plan(*clips, filters, dtype, padding, dilation, replicate, launch.tile(**dict(config)), Device.of(device))
+    return launch.plan(*clips, filters, dtype, padding, dilation, replicate, launch.tile(**dict(config)), device)
 
 
 def straight(
@@ -338,7 +338,7 @@ def straight(
         return False
     plan = planned(
         launch, tuple(map(memory, (x, out, cache, residual, weight))), None if bias is None else bias.stride(), x.dtype, tuple(padding),
-        tuple(dilation), pad_mode == "replicate", tuple(config.items()), x.device,
+        tuple(dilation), pad_mode == "replicate", tuple(config.items()), Device.of(x.device),
     )  # fmt: skip
     if plan is not None:
         launch.short(plan, x, weight, bias, out, residual, cache)
@@ -355,7 +355,7 @@ def bound(
     held = (memory(x), (shape, dense_strides(shape, format)), memory(cache), memory(residual), memory(weight))
     plan = planned(
         launch, held, None if bias is None else bias.stride(), dtype, tuple(padding), tuple(dilation), pad_mode == "replicate",
-        tuple(config.items()), device,
+        tuple(config.items()), Device.of(device),
     )  # fmt: skip
     if plan is None or short is None:
         return None
@@ -372,8 +372,8 @@ def bound(
 
 def phase_filters(weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int) -> Tensor:
     """What `phases.phase_weights` gives, by one launch, as it lies in memory: `[scale * scale, Cout, rows, columns, Cin]`."""
+    from turnout.launch import launch
     from turnout.ops.convolution.kernels import phase_filters as kernel
-    from turnout.ops.launching import launch
 
     filters, channels, high, wide = weight.shape
     out = torch.empty((scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device)
@@ -394,8 +394,8 @@ def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:
 
 def transpose(x: Tensor, out: Tensor) -> bool:
     """Copy x from channels first into `out`, channels last, or the other way round. False, and nothing done, for other layouts."""
+    from turnout.launch import launch
     from turnout.ops.convolution.kernels import transpose as kernel
-    from turnout.ops.launching import launch
 
     steps = [one_axis(t.shape[2:], t.stride()[2:]) for t in (x, out)]
     last = x.stride(1) == 1

@@ -12,14 +12,19 @@ from turnout.ops.convolution.layout import FIRST, in_format, moved, torch_format
 from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
 from turnout.ops.convolution.winograd import by_winograd
 
-CHANNELS_LAST: Any = {
-    "refuses": guards.refuses_channels_last, "cost": costs.channels_last_cost, "numerics": "close", "version": 1,
-}  # fmt: skip
+# Torch's kernels do the work; on a GPU ours copies from one memory format to the other.
+TRANSPOSE = "turnout.ops.convolution.kernels:transpose"
+WINOGRAD_KERNELS = [f"turnout.ops.convolution.cpu_kernels:{name}" for name in ("transform_weight", "convolve")]
+IN_TORCH: Any = {"numerics": "close", "version": 1, "kernels": (TRANSPOSE,)}
+CHANNELS_LAST: Any = {"refuses": guards.refuses_channels_last, "cost": costs.channels_last_cost, **IN_TORCH}
 ONE_DNN: Any = {"refuses": guards.refuses_one_dnn, "cost": costs.one_dnn_cost, "numerics": "close", "version": 1}
-UPCAST: Any = {"refuses": guards.refuses_upcast, "cost": costs.upcast_cost, "numerics": "close", "version": 1}
-POINTWISE: Any = {"refuses": guards.refuses_pointwise, "cost": costs.pointwise_cost, "numerics": "close", "version": 1}
-WINOGRAD: Any = {"refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 2}
-DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_taps_cost, "numerics": "close", "version": 1}
+UPCAST: Any = {"refuses": guards.refuses_upcast, "cost": costs.upcast_cost, **IN_TORCH}
+POINTWISE: Any = {"refuses": guards.refuses_pointwise, "cost": costs.pointwise_cost, **IN_TORCH}
+WINOGRAD: Any = {
+    "refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 2,
+    "kernels": WINOGRAD_KERNELS,
+}  # fmt: skip
+DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_taps_cost, **IN_TORCH}
 
 
 def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) -> Tensor:

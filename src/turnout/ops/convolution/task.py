@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from turnout.ops import needs, tma
+from turnout.launch import descriptors as tma
+from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 
 Triple = tuple[int, int, int]

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.launch import launch, prepare_launch
 from turnout.ops import needs
-from turnout.ops.launching import launch, repeated
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -146,34 +146,42 @@ def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
 
 SINGLE_LAUNCH: Any = {
     "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "numerics": "close", "version": 1,
+    "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 TWO_STAGE: Any = {
     "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=11e-6, start=5e-6, otherwise=0.9)),
     "configs": two_stage_configs, "numerics": "close", "version": 1,
+    "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 CPU_CHUNKS: Any = {
     "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
     "cost": cost(cpu=Rate(host=60e-6, start=60e-6, otherwise=0.98)),
+    "kernels": ["turnout.ops.dot.cpu_kernels:sum_chunks"],
 }  # fmt: skip
 
 
 # Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is worked out once.
 
 
-@functools.lru_cache(4096)
 def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
     """What takes the sums of two tensors of this problem. Each sum is the work of one program, or with waves of as many as fill the card so
     many times; the last one to end then adds up what all have found."""
+    return _prepared_sums(problem, where, Device.of(where).units * waves, block, warps)
+
+
+@functools.lru_cache(4096)
+def _prepared_sums(problem: Any, where: torch.device, most: int, block: int, warps: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """`most`: programs for all sums together."""
     from turnout.ops.dot.kernels import dot_chunks
 
     sums, dtype = problem.contraction(), problem.a_dtype
     parts = 2 if dtype.is_complex else 1
-    chunks = max(1, min(Device.of(where).units * waves // sums.batch, sums.length // block))
+    chunks = max(1, min(most // sums.batch, sums.length // block))
     chunks = chunks if sums.batch <= COUNTERS else 1
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
     programs = sums.batch * chunks
-    again = repeated(dot_chunks, programs, where, numbers, constants, warps=warps)
+    again = prepare_launch(dot_chunks, programs, where, numbers, constants, warps=warps)
     strides, room = torch.empty(sums.output, device="meta").stride(), sums.batch * chunks * parts
 
     def summed(a: Tensor, b: Tensor) -> Tensor:

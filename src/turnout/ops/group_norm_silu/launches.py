@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.launch import launch
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 from turnout.ops.group_norm_silu import positions
-from turnout.ops.launching import launch
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.routing.device import Device
 

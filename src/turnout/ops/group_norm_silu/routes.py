@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +78,12 @@ def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
     ]
 
 
-@GROUP_NORM_SILU.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
+ON_GPU: Any = {"cost": gpu_cost, "numerics": "close", "version": 1}
+ROW_KERNELS = [f"turnout.ops.group_norm_silu.kernels:row_{part}" for part in ("moments", "apply")]
+PLANE_KERNELS = [f"turnout.ops.group_norm_silu.kernels:plane_{part}" for part in ("moments", "apply")]
+
+
+@GROUP_NORM_SILU.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU)
 def rows(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
@@ -87,7 +93,7 @@ def rows(
     return out
 
 
-@GROUP_NORM_SILU_INTO.route("rows", refuses=refuses_rows, cost=gpu_cost, configs=rows_configs, numerics="close", version=1)
+@GROUP_NORM_SILU_INTO.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU)
 def rows_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
@@ -95,7 +101,7 @@ def rows_into(
     two_launches(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
 
 
-@GROUP_NORM_SILU.route("planes", refuses=refuses_planes, cost=gpu_cost, configs=planes_configs, numerics="close", version=1)
+@GROUP_NORM_SILU.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU)
 def planes(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
@@ -105,7 +111,7 @@ def planes(
     return out
 
 
-@GROUP_NORM_SILU_INTO.route("planes", refuses=refuses_planes, cost=gpu_cost, configs=planes_configs, numerics="close", version=1)
+@GROUP_NORM_SILU_INTO.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU)
 def planes_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,

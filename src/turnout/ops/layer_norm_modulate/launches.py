@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from turnout.launch import LaunchPlan
 from turnout.ops.causal_conv1d.launches import ceil_div
-from turnout.ops.launching import Planned
 from turnout.ops.layouts import VECTOR_BYTES, misaligned, side_by_side, widest_vector
 
 Sizes = tuple[int, ...]
@@ -58,7 +58,7 @@ def planned(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, y: Tensor | None, h: Tensor | None, eps: float, tokens: int, channels: int, warps: int,
     outputs: Tensor | tuple[Tensor, ...],
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     weight, bias = side_by_side(weight, bias)
     placed = (x, residual, gate, scale, shift)
     modulations = (gate, weight, bias, scale, shift)
@@ -67,4 +67,4 @@ def planned(
         x.element_size(), max([2, *(t.element_size() for t in modulations if t is not None)]), misaligned(x, residual, y, h),
         misaligned(*modulations), tokens, channels, warps,
     )  # fmt: skip
-    return Planned(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, outputs, warps)
+    return LaunchPlan(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, outputs, warps)

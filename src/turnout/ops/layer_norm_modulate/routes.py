@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
-from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE, LayerNormModulate, work
 from turnout.ops.layer_norm_modulate.launches import planned
 from turnout.ops.layouts import VECTOR_BYTES
@@ -54,7 +54,8 @@ def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "bound": planned_once, "numerics": "close", "version": 1,
+    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "bound": prepare_from_plan, "numerics": "close", "version": 1,
+    "kernels": ("turnout.ops.layer_norm_modulate.kernels:layer_norm_modulate",),
 }  # fmt: skip
 
 
@@ -63,7 +64,7 @@ ROWS: Any = {
 def rows(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, eps: float, *, tokens: int = 1, channels: int = 1024, warps: int = 4,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = None if residual is None else torch.empty_like(y)
     outputs = y, x.new_empty(0) if h is None else h
@@ -72,6 +73,6 @@ def rows(
 
 @GATED_ADD.route("rows", **ROWS)
 @one_launch
-def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> Planned:
+def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> LaunchPlan:
     h = torch.empty_like(x, memory_format=torch.contiguous_format)
     return planned(x, residual, gate, None, None, None, None, None, h, 0.0, tokens, channels, warps, h)

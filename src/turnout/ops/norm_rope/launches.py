@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.launching import Planned
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.norm_rope.checks import table_kind
 
@@ -81,7 +81,7 @@ def planned(
     streams: tuple[Tensor | None, ...], weights: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | None, eps: float,
     norm: str, rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
     *, tokens: int, heads: int, chunks: int, warps: int, by_head: bool,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     q, kind = streams[0], table_kind(cos, rotary)
     assert q is not None
     if kind == "complex" and cos is not None:
@@ -97,7 +97,7 @@ def planned(
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
     flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
     # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the kernel.
-    return Planned(
+    return LaunchPlan(
         kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags},
         (q_out, q.new_empty(0) if k_out is None else k_out), warps, {"enable_fp_fusion": False},
     )  # fmt: skip

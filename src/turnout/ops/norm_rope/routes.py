@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import flat
 from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
 from turnout.ops.norm_rope.checks import table_kind
@@ -86,7 +86,10 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     return [in_order, *found[:tries]] if problem.table == "none" and problem.out_layout == "bhsd" else found[:tries]
 
 
-ONE_PASS: Any = {"cost": gpu_cost, "configs": one_pass_configs, "bound": planned_once, "version": 1}
+ONE_PASS: Any = {
+    "cost": gpu_cost, "configs": one_pass_configs, "bound": prepare_from_plan, "version": 1,
+    "kernels": ("turnout.ops.norm_rope.kernels:norm_rope",),
+}  # fmt: skip
 
 
 @NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)
@@ -97,7 +100,7 @@ def one_pass(
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
     rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
     *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4, by_head: bool = False,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     return planned(
         (q, q2, k, k2), (q_weight, q2_weight, k_weight, k2_weight), cos, sin, eps, norm, rotary, pairing, out_layout,
         round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps, by_head=by_head,
@@ -124,7 +127,10 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     return 70e-6 * len(problem.strides) + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
 
 
-@NORM_ROPE.route("cpu-rows", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1)
+@NORM_ROPE.route(
+    "cpu-rows", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1,
+    kernels=("turnout.ops.norm_rope.cpu_kernels:norm_rope",),
+)  # fmt: skip
 def cpu_rows(
     q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from turnout.launch import LaunchPlan
 from turnout.ops.causal_conv1d.launches import ceil_div
-from turnout.ops.launching import Planned
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
 
@@ -60,9 +60,9 @@ def planes_plan(
 def along(
     plan: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *tile: int, warps: int, outputs: Tensor | None,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """The launch that one of the plans says."""
     kernel, programs, numbers, constants = plan(x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile)
     flags = {"CLAMP": style == "normalize", "WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
     tensors = (x, *side_by_side(weight, bias), out)
-    return Planned(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, outputs, warps)
+    return LaunchPlan(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, outputs, warps)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
-from turnout.ops.launching import Planned, one_launch, planned_once
 from turnout.ops.layouts import VECTOR_BYTES, flat
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
 from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan
@@ -100,10 +100,12 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost(0.85), "configs": rows_configs, "bound": planned_once, "numerics": "close", "version": 1,
+    "refuses": refuses_rows, "cost": gpu_cost(0.85), "configs": rows_configs, "bound": prepare_from_plan, "numerics": "close", "version": 1,
+    "kernels": ("turnout.ops.rms_norm_silu.kernels:rows",),
 }  # fmt: skip
 PLANES: Any = {
-    "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "bound": planned_once, "numerics": "close", "version": 1,
+    "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "bound": prepare_from_plan,
+    "numerics": "close", "version": 1, "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
 }  # fmt: skip
 
 
@@ -112,7 +114,7 @@ PLANES: Any = {
 def rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
     return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out)
 
@@ -122,7 +124,7 @@ def rows(
 def rows_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None)
 
 
@@ -131,7 +133,7 @@ def rows_into(
 def planes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
     return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=out)
 
@@ -141,7 +143,7 @@ def planes(
 def planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> Planned:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=None)
 
 
@@ -195,26 +197,32 @@ def on_cpu(
         in_shares(functools.partial(cpu_kernels.planes, *given), tiles)
 
 
-@RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_cost, numerics="close", version=1)
+ON_CPU: Any = {
+    "cost": cpu_cost, "numerics": "close", "version": 1,
+    "kernels": ("turnout.ops.rms_norm_silu.cpu_kernels:rows", "turnout.ops.rms_norm_silu.cpu_kernels:planes"),
+}  # fmt: skip
+
+
+@RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)
 def cpu_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
     out = torch.empty_like(x)
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
     return out
 
 
-@RMS_NORM_SILU.route("cpu-planes", refuses=refuses_cpu_planes, cost=cpu_cost, numerics="close", version=1)
+@RMS_NORM_SILU.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU)
 def cpu_planes(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
     out = torch.empty_like(x)
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)
     return out
 
 
-@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_cost, numerics="close", version=1)
+@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)
 def cpu_rows_into(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool) -> None:
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
 
 
-@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, cost=cpu_cost, numerics="close", version=1)
+@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU)
 def cpu_planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
 ) -> None:

@@ -64,12 +64,15 @@ def configs(problem: SelectiveScan, device: Device) -> list[Config]:
     return [{"channels": n, "steps": steps, "warps": 1} for n, steps in tries]
 
 
-@SELECTIVE_SCAN.route("one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=2)
+@SELECTIVE_SCAN.route(
+    "one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=2,
+    kernels=("turnout.ops.selective_scan.kernels:scan",),
+)  # fmt: skip
 def one_launch(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool, *, channels: int = 32, steps: int = 4, warps: int = 1,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from turnout.ops.launching import launch
+    from turnout.launch import launch
     from turnout.ops.selective_scan.kernels import scan
 
     (batch, dim, length), states = x.shape, A.shape[1]

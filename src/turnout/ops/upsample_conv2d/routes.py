@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.ops import tma
+from turnout.launch import descriptors as tma
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
@@ -18,11 +18,13 @@ from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, Launch, memory, 
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, moved, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases
-from turnout.ops.convolution.routes import finished
+from turnout.ops.convolution.routes import IN_TORCH, finished
 from turnout.ops.convolution.task import Task
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
 from turnout.routing.device import Device
 from turnout.routing.op import Config
+
+PHASE_FILTERS = "turnout.ops.convolution.kernels:phase_filters"
 
 MOST = 16  # beyond it 1 / scale in float32, as torch has it, need not pick the pixel that whole numbers would
 
@@ -93,7 +95,7 @@ def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
 
 
-@UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, numerics="close", version=1)
+@UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, **IN_TORCH)
 def with_channels_last(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
     y = in_channels_last(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
     return finished(y, None, plain_format(input, weight))
@@ -107,7 +109,7 @@ def upcast_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     return costs.upcast_cost(problem.large, device) + costs.copying(prod(problem.large.input), problem.small, device)
 
 
-@UPSAMPLE_CONV2D.route("upcast", refuses=refuses_upcast, cost=upcast_cost, numerics="close", version=1)
+@UPSAMPLE_CONV2D.route("upcast", refuses=refuses_upcast, cost=upcast_cost, **IN_TORCH)
 def with_float32(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
     y = in_float32(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
     return finished(y, None, plain_format(input, weight))
@@ -151,7 +153,10 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
     bind = functools.partial(phases_bound, kernel.launch) if kernel.hopper else None
-    return {"refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1}
+    return {
+        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "kernels": (*kernel.kernels, PHASE_FILTERS),
+    }  # fmt: skip
 
 
 def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[int, ...]:
@@ -185,7 +190,7 @@ def phases_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config
     held = (memory(input), place, (), (), (taps, dense_strides(taps, LAST[4])))
     biases, settings = None if bias is None else bias.stride(), tuple(config.items())
     plans = [
-        (planned(launch, held, biases, dtype, (-top, -left), (1, 1), False, settings, device), a * y + b * x)
+        (planned(launch, held, biases, dtype, (-top, -left), (1, 1), False, settings, Device.of(device)), a * y + b * x)
         for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
     ]  # fmt: skip
     if short is None or known_format(input, weight) != LAST[4] or any(plan is None for plan, _ in plans):

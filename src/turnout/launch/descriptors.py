@@ -1,0 +1,82 @@
+"""Descriptors for TMA, Hopper's engine for copying blocks of tensors, at a tenth of the host time of Triton's own way.
+
+All of a descriptor but the address follows from shapes, so it is made once (`pattern`), and what Triton encodes of it
+is kept by address: an allocator that keeps what is freed hands out the same addresses again and again.
+"""
+# pyright: reportMissingModuleSource=false
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes: what addresses and strides must be multiples of
+_MOST_ENCODED = 256  # addresses of one pattern
+_kinds: dict[tuple, int] = {}  # a number for all that compiled code knows of a descriptor
+
+
+def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether TMA can walk along a tensor: the last axis dense, steps along the others aligned. Along an axis of one
+    nobody walks.
+
+    >>> fits((2, 8), (8, 1), 2), fits((2, 8), (9, 1), 2)
+    (True, False)
+    """
+    *outer, (size, stride) = zip(shape, strides, strict=True)
+    return (size == 1 or stride == 1) and all(n == 1 or (s > 0 and s * itemsize % ALIGNMENT == 0) for n, s in outer)
+
+
+def aligned(*tensors: Tensor | None) -> bool:
+    """Whether all tensors start where TMA can begin."""
+    return all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in tensors)
+
+
+@functools.lru_cache(4096)
+def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]) -> Any:
+    """All of a descriptor but the tensor: blocks are copied into the swizzled layout that the tensor cores read."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    size = dtype.itemsize
+    layout = NVMMASharedLayout(swizzle_byte_width=min(block[-1] * size, 128), element_bitwidth=8 * size, rank=len(block))
+    steps = [ALIGNMENT // size if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    descriptor: Any = TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*steps, 1], list(block), layout)
+    descriptor.base = None
+    descriptor.kind = _kinds.setdefault((dtype, block, layout), len(_kinds) + 1)
+    descriptor.encoded = {}  # by address, of all descriptors of this pattern
+    return descriptor
+
+
+def described(t: Tensor | None, pattern: Any) -> Any:
+    """A descriptor of a tensor. A new one would check itself for 25 us, and the pattern was found right."""
+    if t is None or pattern is None:
+        return None
+    descriptor = object.__new__(type(pattern))
+    descriptor.__dict__ = {**pattern.__dict__, "base": t}
+    return descriptor
+
+
+def encode(descriptor: Any, kernel: Any, index: int) -> list[Any]:
+    """What Triton's launcher in C takes for a descriptor, the kernel's `index`-th: the map, sizes, strides."""
+    address = descriptor.base.data_ptr()
+    encoded = descriptor.encoded.get(address)
+    if encoded is None:
+        if len(descriptor.encoded) >= _MOST_ENCODED:
+            descriptor.encoded.clear()
+        make, unused = _encoder()
+        encoded = make(descriptor, kernel.metadata.tensordesc_meta[index], *unused)
+        descriptor.encoded[address] = encoded
+    return encoded
+
+
+@functools.cache
+def _encoder() -> tuple[Any, tuple[None, ...]]:
+    """Triton's own encoder, and what it takes that only other backends need: one more argument from 3.8 on."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)

@@ -1,0 +1,173 @@
+"""One measured row, and how it is read from JSON: every field is checked, and what does not fit is not a row."""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from turnout.routing.choose import REFERENCE, plain
+from turnout.routing.versions import Version, minor
+
+if TYPE_CHECKING:
+    from turnout.routing.op import Op
+
+SCHEMA = 2  # 1: rows were identified by all code of a route, host code included
+_LONGEST = 1e12  # microseconds: eleven days
+
+
+class Unreadable(ValueError):
+    """What was read is not a row, and why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What `tune` measured for one problem: every route's time, in microseconds, and all that makes the times valid.
+
+    version, code_hash: of the routes that were measured. config: the fastest of each. versions: of the software.
+    machine: what else must be the same for the times to hold, on a CPU the number of threads.
+    """
+
+    op: str
+    problem: Mapping[str, Any]
+    us: Mapping[str, float]
+    iqr: Mapping[str, float] = field(default_factory=dict)
+    error: Mapping[str, float] = field(default_factory=dict)
+    peak_mib: Mapping[str, float] = field(default_factory=dict)
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    version: Mapping[str, int] = field(default_factory=dict)
+    code_hash: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    machine: Mapping[str, int | str] = field(default_factory=dict)
+
+    @property
+    def triton(self) -> Version | None:
+        """The Triton that compiled what was measured."""
+        return minor(self.versions.get("triton"))
+
+    @property
+    def identity(self) -> str:
+        """What two rows have in common of which one replaces the other: the call, the compiler, the machine."""
+        return json.dumps([self.op, self.problem, self.triton, self.machine], sort_keys=True)
+
+    def json(self) -> dict[str, Any]:
+        """The row as JSON knows it."""
+        return asdict(self)
+
+    @staticmethod
+    def parse(value: Any) -> Row:
+        """The row in a JSON value. Raises `Unreadable` with the reason where it is not one."""
+        if not isinstance(value, dict):
+            raise Unreadable(f"{_brief(value)}, a row is an object")
+        names = {f.name for f in fields(Row)}
+        unknown = [name for name in value if name not in names]
+        if unknown:
+            raise Unreadable(f"unknown field {_brief(unknown[0])}")
+        if not isinstance(value.get("op"), str) or not isinstance(value.get("problem"), dict):
+            raise Unreadable("a row needs op, a name, and problem, an object")
+        for name, (kind, is_kind) in _KINDS.items():
+            part = value.get(name, {})
+            if not isinstance(part, dict) or not all(map(is_kind, part.values())):
+                raise Unreadable(f"{name} is {_brief(part)}, it needs to be an object of {kind}")
+        if REFERENCE not in value.get("us", {}):
+            raise Unreadable(f"us has no time of the {REFERENCE}")
+        if any(us <= 0 for us in value["us"].values()):
+            raise Unreadable("us has a time that is not above zero")
+        return Row(**value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < _LONGEST and math.isfinite(value)
+
+
+def _is_error(value: Any) -> bool:
+    return type(value) in (int, float) and (value != value or value >= 0)  # one may be infinite, or NaN
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(v) in (int, float, str, bool) for v in value.values())
+
+
+_KINDS = {
+    "us": ("times", _is_number),
+    "iqr": ("times", _is_number),
+    "error": ("numbers", _is_error),
+    "peak_mib": ("numbers", _is_number),
+    "config": ("configurations", _is_config),
+    "version": ("whole numbers", lambda value: type(value) is int),
+    "code_hash": ("texts", lambda value: isinstance(value, str)),
+    "versions": ("texts", lambda value: isinstance(value, str)),
+    "machine": ("numbers and texts", lambda value: type(value) in (int, str)),
+}
+
+
+def _brief(value: Any) -> str:
+    """A value in an error message: not all of a hundred thousand brackets."""
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
+    return text if len(text) < 40 else text[:37] + "..."
+
+
+def decode(op: Op, problem: Mapping[str, Any]) -> Any:
+    """The problem in a row's JSON. Raises `Unreadable` where fields are missing, unknown or of another type."""
+    names = op.problem_type._fields
+    if set(problem) != set(names):
+        different = sorted(set(problem) ^ set(names))
+        raise Unreadable(f"a problem of {op.name} with other fields: {', '.join(map(_brief, different[:3]))}")
+    decoded = _decode(op.problem_type, [problem[name] for name in names], op.name)
+    encoded = {name: plain(value) for name, value in decoded._asdict().items()}
+    if encoded != dict(problem):
+        raise Unreadable(f"a problem of {op.name} that does not read as it is written")
+    return decoded
+
+
+def _decode(hint: Any, value: Any, where: str) -> Any:
+    """The value of a field whose type is `hint`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        choices = typing.get_args(hint)
+        if value is None and type(None) in choices:
+            return None
+        for choice in choices:
+            try:
+                return _decode(choice, value, where)
+            except Unreadable:
+                continue
+        raise _misfit(where, value, hint)
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in typing.get_args(hint) or isinstance(value, bool) != isinstance(typing.get_args(hint)[0], bool):
+            raise _misfit(where, value, hint)
+        return value
+    if hint is torch.dtype:
+        dtype = getattr(torch, value, None) if isinstance(value, str) else None
+        if not isinstance(dtype, torch.dtype):
+            raise _misfit(where, value, hint)
+        return dtype
+    if hasattr(hint, "_fields"):  # a problem inside a problem
+        hints = typing.get_type_hints(hint)
+        if not isinstance(value, list) or len(value) != len(hint._fields):
+            raise _misfit(where, value, hint)
+        parts = zip(hint._fields, value, strict=True)
+        return hint(*(_decode(hints[name], part, f"{where}.{name}") for name, part in parts))
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list):
+            raise _misfit(where, value, hint)
+        inner = typing.get_args(hint)
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
+        if len(kinds) != len(value):
+            raise _misfit(where, value, hint)
+        return tuple(_decode(kind, part, where) for kind, part in zip(kinds, value, strict=True))
+    allowed = (int, float) if hint is float else (hint,)
+    if type(value) not in allowed or (type(value) is int and value.bit_length() > 63):
+        raise _misfit(where, value, hint)
+    return value
+
+
+def _misfit(where: str, value: Any, hint: Any) -> Unreadable:
+    return Unreadable(f"{where} is {_brief(value)}, it needs to be {getattr(hint, '__name__', hint)}")

@@ -1,0 +1,166 @@
+"""Files with measured rows: read without trusting them, written so that nothing is ever half there.
+
+JSON only. A file that cannot be used is a miss and one line of `turnout doctor`; it never raises, and reading it never
+waits: only plain files below 16 MiB are opened, and links are not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import platformdirs
+
+from turnout.routing.device import Device
+from turnout.routing.row import SCHEMA, Row, Unreadable
+
+SHIPPED = Path(__file__).parents[1] / "tables"
+LARGEST = 16 * 2**20  # bytes
+
+
+class Loaded(NamedTuple):
+    """Rows that could be read, and one line for each thing that could not."""
+
+    rows: list[Row]
+    problems: list[str]
+
+
+def cache_folder() -> Path:
+    """Where turnout keeps things on this machine: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
+    return Path(os.environ.get("TURNOUT_CACHE_DIR") or platformdirs.user_cache_dir("turnout", appauthor=False))
+
+
+def folder(device: Device) -> Path:
+    """Where this machine's rows for a device lie, one file each."""
+    return cache_folder() / f"v{SCHEMA}" / device.slug
+
+
+def load_here(device: Device) -> Loaded:
+    """The rows that `tune` made on this machine."""
+    place = folder(device)
+    try:
+        files = sorted(file for file in place.iterdir() if file.suffix == ".json")
+    except FileNotFoundError:
+        return Loaded([], [])
+    except OSError as failure:
+        return Loaded([], [f"{place}: {failure.strerror}"])
+    rows, problems = [], []
+    for file in files:
+        try:
+            rows.append(Row.parse(read_json(file)))
+        except Unreadable as why:
+            problems.append(f"{file}: {why}")
+    return Loaded(rows, problems)
+
+
+def load_shipped(slug: str) -> Loaded:
+    """The rows that are shipped for the device with this slug."""
+    return load_table(SHIPPED / f"{slug}.json")
+
+
+def load_table(file: Path) -> Loaded:
+    """The rows of a table, as `export` writes it."""
+    try:
+        content = read_json(file)
+    except FileNotFoundError:
+        return Loaded([], [])
+    except Unreadable as why:
+        return Loaded([], [f"{file}: {why}"])
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
+        return Loaded([], [f"{file}: schema {schema!r}, this version of turnout reads {SCHEMA}"])
+    rows, problems = [], []
+    listed = content.get("rows")
+    for i, value in enumerate(listed if isinstance(listed, list) else []):
+        try:
+            rows.append(Row.parse(value))
+        except Unreadable as why:
+            problems.append(f"{file}, row {i}: {why}")
+    return Loaded(rows, problems)
+
+
+def read_json(file: Path) -> Any:
+    """What a file holds. Raises `Unreadable` for anything that is not a small plain file of JSON."""
+    try:
+        handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as failure:
+        raise Unreadable("a link" if file.is_symlink() else str(failure.strerror)) from failure
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise Unreadable("not a plain file")
+        if status.st_size > LARGEST:
+            raise Unreadable(f"{status.st_size} bytes, at most {LARGEST} are read")
+        with os.fdopen(handle, "rb", closefd=False) as source:
+            content = source.read(LARGEST + 1)
+        return json.loads(content.decode("utf-8"))
+    except OSError as failure:
+        raise Unreadable(str(failure.strerror)) from failure
+    except (ValueError, RecursionError) as failure:  # also a number of more digits than Python converts
+        if isinstance(failure, Unreadable):
+            raise
+        raise Unreadable("not JSON" if isinstance(failure, ValueError) else "nested too deeply") from failure
+    finally:
+        os.close(handle)
+
+
+def publish(row: Row, device: Device) -> Path | None:
+    """Keep a row for this machine. None, with a warning, where the folder cannot be written."""
+    place = folder(device)
+    name = hashlib.sha256(row.identity.encode()).hexdigest()[:16]
+    file = place / f"{row.op}-{name}.json"
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        _write(file, json.dumps(row.json(), indent=1))
+    except OSError as failure:
+        warnings.warn(f"turnout: {place} cannot be written ({failure}); what was measured is not kept", stacklevel=2)
+        return None
+    return file
+
+
+def export(rows: Iterable[Row], device: Device, path: Path) -> None:
+    """Write rows as a table to ship, one row a line so that a change reads well. Other rows of the file stay."""
+    merged = {row.identity: row for row in (*load_table(path).rows, *rows)}
+    head = json.dumps({"schema": SCHEMA, "device": device.name})[:-1]
+    lines = ",\n".join(json.dumps(merged[key].json()) for key in sorted(merged))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, f'{head}, "rows": [\n{lines}\n]}}\n')
+
+
+def write_json(file: Path, value: Any) -> bool:
+    """Write a small file of turnout's own. False where that cannot be: what it says is then found out again."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _write(file, json.dumps(value, indent=1))
+    except OSError:
+        return False
+    return True
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file in one step: whoever reads it, or interrupts this, finds the old or the new content."""
+    with _temporary(file) as (handle, temporary):
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, file)
+
+
+@contextlib.contextmanager
+def _temporary(file: Path) -> Iterator[tuple[int, str]]:
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".", suffix=".part")
+    try:
+        yield handle, temporary
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

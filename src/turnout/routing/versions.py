@@ -1,0 +1,103 @@
+"""The software a timing depends on: what is installed, what is supported, what a card has."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+from turnout._version import __version__
+
+Version = tuple[int, int]
+
+TORCH: tuple[Version, Version] = ((2, 11), (2, 15))  # oldest and newest that the tests have run with
+TRITON: tuple[Version, Version] = ((3, 6), (3, 9))
+
+
+def minor(version: str | None) -> Version | None:
+    """The first two numbers of a version, or None where there are no two.
+
+    >>> minor("2.11.0+cu130"), minor("3.9.0"), minor(None)
+    ((2, 11), (3, 9), None)
+    """
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def triton() -> str | None:
+    """The version of the Triton that `import triton` gives, without importing it; None where there is none.
+
+    Read from the package itself: metadata of another copy may be found first where two are installed.
+    """
+    if "triton" in sys.modules:
+        return getattr(sys.modules["triton"], "__version__", None)
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None or not Path(spec.origin).exists():
+        return None
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    written = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return written[1] if written else installed("triton")
+
+
+@functools.cache
+def driver() -> str | None:
+    """The version of NVIDIA's kernel driver, such as "580.159.04"; None where it does not say."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    written = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return written[1] if written else None
+
+
+@functools.cache
+def for_device(device_type: str) -> dict[str, str]:
+    """The versions that a timing on a GPU ("cuda") or on a CPU depends on, by name."""
+    if device_type == "cpu":
+        versions = {"numba": installed("numba")}
+    else:
+        cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+        versions = {
+            "triton": triton(),
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cudnn": None if cudnn is None else str(cudnn),
+            "driver": driver(),
+        }
+    versions = {"turnout": __version__, "torch": torch.__version__, **versions}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+def in_words(versions: dict[str, str]) -> str:
+    """What a person needs to know of the versions a row was measured with.
+
+    >>> in_words({"turnout": "0.1.0", "torch": "2.11.0+cu130", "triton": "3.6.0", "driver": "580.159"})
+    'torch 2.11.0, triton 3.6.0'
+    """
+    return ", ".join(f"{name} {versions[name].split('+')[0]}" for name in ("torch", "triton", "numba") if name in versions)
+
+
+def refuse_unsupported() -> None:
+    """Raise ImportError where torch or Triton are older than supported. Newer ones are tried: `doctor` says so."""
+    for name, version, (oldest, newest) in (("torch", torch.__version__, TORCH), ("triton", triton(), TRITON)):
+        known = minor(version)
+        if known is not None and known < oldest:
+            least, most = (".".join(map(str, limit)) for limit in (oldest, newest))
+            raise ImportError(
+                f"turnout: {name} {version} is installed, {name} {least} or newer is needed (tested up to {most}); "
+                f"pip install '{name}>={least}'"
+            )
