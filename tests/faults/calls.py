@@ -17,7 +17,7 @@ _here = Device.of("cpu")
 
 
 def sized_cases(op_name):
-    """Cases of an op, of every dtype and layout that its routes tell apart. An op that is not listed has none."""
+    """Cases of an op, of every dtype and layout that its routes tell apart. Other ops have none."""
     layouts = list(itertools.product(DTYPES, (FIRST, LAST)))
     sequence_layouts = list(itertools.product(DTYPES, ("channel-first", "channel-last")))
     if op_name == "attention":
@@ -26,16 +26,19 @@ def sized_cases(op_name):
         return whole + [case("signals", "", 2, 4, 128, 64, dtype, lengths=[100, 128]) for dtype in DTYPES]
     if op_name == "causal_conv1d":
         case = importlib.import_module("turnout.ops.causal_conv1d.cases").case
-        plain = [case("signals", "", (2, 384, 2048), layout, dtype) for dtype, layout in sequence_layouts]
         packed = {"width": 3, "sequences": 3, "states": True}
-        return plain + [case("signals", "", (1, 384, 2048), layout, dtype, **packed) for dtype, layout in sequence_layouts]
+        forms = [(dtype, layout, batch) for dtype, layout in sequence_layouts for batch in (2, 1)]
+        return [
+            case("signals", "", (batch, 384, 2048), layout, dtype, **(packed if batch == 1 else {}))
+            for dtype, layout, batch in forms
+        ]  # fmt: skip
     if op_name == "causal_conv1d_update":
         case = importlib.import_module("turnout.ops.causal_conv1d_update.cases").case
         return [case("signals", "", 64, 2048, dtype, length=length) for dtype in DTYPES for length in (0, 3)]
     if op_name in ("conv2d", "conv3d"):
         size = (40, 40) if op_name == "conv2d" else (4, 24, 24)
-        kernels = itertools.product(layouts, (1, 3), ((64, 64), (16, 48)))
-        return [convolution_case("", size, channels, dtype, kernel=k, layout=at) for (dtype, at), k, channels in kernels]
+        forms = itertools.product(layouts, (1, 3), ((64, 64), (16, 48)))
+        return [convolution_case("", size, c, dtype, kernel=k, layout=at) for (dtype, at), k, c in forms]
     if op_name == "causal_conv3d":
         case = importlib.import_module("turnout.ops.causal_conv3d.cases").case
         return [case("", (3, 20, 20), (32, 32), dtype, layout=layout) for dtype, layout in layouts]
@@ -49,7 +52,8 @@ def sized_cases(op_name):
         return [case("signals", *sizes, dtype) for dtype in DTYPES]
     if op_name == "norm_rope":
         case = importlib.import_module("turnout.ops.norm_rope.cases").case
-        return [case("signals", "", (100, 156), dtype=dtype, norm=norm) for dtype in DTYPES for norm in ("head", "all")]
+        forms = itertools.product(DTYPES, ("head", "all"))
+        return [case("signals", "", (100, 156), dtype=dtype, norm=norm) for dtype, norm in forms]
     if op_name == "rms_norm_silu":
         case = importlib.import_module("turnout.ops.rms_norm_silu.cases").case
         return [case("signals", "", (1, 96, 4, 64, 96), layout, dtype) for dtype, layout in sequence_layouts]
@@ -103,4 +107,8 @@ def calls(op, route):
         for args in walk.calls(op, route, walk.CPU, _here, 10):
             call = Call(op, route, lambda device, seed, args=args: args)
             dtypes.setdefault(None, []).append((call, call.seconds()))
-    return [min(found, key=lambda timed: abs(math.log(timed[1] * 1e3 / WANTED_MS))) for found in dtypes.values()]
+
+    def misses(timed):
+        return abs(math.log(timed[1] * 1e3 / WANTED_MS))
+
+    return [min(found, key=misses) for found in dtypes.values()]

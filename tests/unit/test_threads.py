@@ -1,7 +1,6 @@
-"""Work in shares on torch's threads or on helpers: every part once, from any thread, and all end before anything is raised."""
+"""Work in shares on torch's threads or on helpers: every part once, and all end before anything is raised."""
 
 import dis
-import functools
 import gc
 import os
 import signal
@@ -133,7 +132,10 @@ def test_nested():
     seen = []
 
     def outer(first, last):
-        threads.in_shares(lambda low, high: seen.extend((i, j) for i in range(first, last) for j in range(low, high)), 7)
+        def inner(low, high):
+            seen.extend((i, j) for i in range(first, last) for j in range(low, high))
+
+        threads.in_shares(inner, 7)
 
     threads.in_shares(outer, 5)
     assert sorted(seen) == [(i, j) for i in range(5) for j in range(7)]
@@ -159,9 +161,11 @@ class Interruption(BaseException):
 
 
 class Interrupter:
-    """Raises on this thread at event number `first` in `threads.py` (a bytecode, or the entry of a function or generator), and
-    `again` calls or returns after that once more: what signal handlers can do, and more. `is_real` says whether Python (since 3.11)
-    runs handlers at that place."""
+    """Raises on this thread at event number `first` in `threads.py` (a bytecode, or the entry of a function
+    or a generator), and `again` calls or returns after that once more: what signal handlers can do, and more.
+    `is_real` says whether Python (since 3.11) runs handlers at that place."""
+
+    CHECKED = ("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD", "RESUME")
 
     def __init__(self, first, again):
         self.first, self.again, self.count, self.raised = first, again, 0, 0
@@ -173,7 +177,7 @@ class Interrupter:
         frame.f_trace_opcodes = True
         if event in ("opcode", "call"):
             self.count += 1
-            real = event == "call" or (self.last or "").startswith(("CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD", "RESUME"))
+            real = event == "call" or (self.last or "").startswith(self.CHECKED)
             self.last = dis.opname[frame.f_code.co_code[frame.f_lasti]] if event == "opcode" else None
             if self.count == self.first:
                 self.place = frame.f_code.co_name, frame.f_lineno, event, self.last
@@ -200,13 +204,13 @@ class Interrupter:
         sys.setprofile(self.before[1])
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="tracing bytecodes of several threads crashes Python 3.12")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 crashes when threads are traced")
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("again", [0, 1, 2, 3, 5])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_bytecode(again):
-    """A call is complete or raises, and nothing runs any more when it is over. Where Python runs signal handlers, a call that is
-    interrupted once raises, and has done all of its work or none."""
+    """A call is complete or raises, and nothing runs any more when it is over. Where Python runs signal
+    handlers, a call that is interrupted once raises, and has done all of its work or none."""
     parts, events = 6, 0
     while True:
         events += 1
@@ -237,10 +241,64 @@ def test_interrupted_at_any_bytecode(again):
     assert events > 100
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 crashes when threads are traced")
+@pytest.mark.parametrize("again", [0, 1, 2, 3])
+def test_uninterrupted_at_any_bytecode(again):
+    """The function runs once or not at all, and has ended when the call is over."""
+    events = 0
+    while True:
+        events += 1
+        begun, ended = [], []
+
+        def function(begun=begun, ended=ended):
+            begun.append(1)
+            time.sleep(0.0005)
+            ended.append(1)
+            return "result"
+
+        interrupter, failure, result = Interrupter(events, again), None, None
+        with interrupter:
+            try:
+                result = threads.uninterrupted(function)
+            except (Interruption, KeyboardInterrupt) as interruption:
+                failure = interruption
+        assert failure is not None or result == "result", interrupter.place
+        assert len(begun) <= 1, interrupter.place
+        assert begun == ended, interrupter.place
+        if not interrupter.raised:
+            break
+    assert events > 50
+
+
+def test_uninterrupted_gives_what_the_function_gives():
+    assert threads.uninterrupted(divmod, 7, 2) == (3, 1)
+    assert threads.uninterrupted(dict, a=1) == {"a": 1}
+    with pytest.raises(ZeroDivisionError):
+        threads.uninterrupted(divmod, 7, 0)
+    assert threads.uninterrupted(threading.get_ident) != threading.get_ident()
+
+
+def test_uninterrupted_on_another_thread_is_a_plain_call():
+    found = []
+    other = threading.Thread(target=lambda: found.append(threads.uninterrupted(threading.get_ident)))
+    other.start()
+    other.join()
+    assert found == [other.ident]
+
+
+def test_uninterrupted_without_threads_to_be_had(monkeypatch):
+    def start(*args):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads._thread, "start_new_thread", start)
+    assert threads.uninterrupted(divmod, 7, 2) == (3, 1)
+
+
 def run(code, **environment):
     """Run a program in a process of its own, and return what it printed."""
     source = "import torch\ntorch.set_num_threads(2)\n" + textwrap.dedent(code)
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    command, variables = [sys.executable, "-c", source], {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=variables)
     assert done.returncode == 0, (done.returncode, done.stderr)
     return done.stdout
 
@@ -314,7 +372,7 @@ def test_the_interpreter_ends_in_the_middle_of_a_call(helpers):
 @posix
 @pytest.mark.parametrize("helpers", [False, True])
 def test_a_storm_of_signals(helpers):
-    """Two timers at 5 kHz whose handlers raise: every call raises or is complete, and none returns while a share is running."""
+    """Two timers at 5 kHz whose handlers raise: calls raise or are complete, no share outlives its call."""
     code = f"""
         import signal, sys, time
         from turnout.ops import threads
@@ -330,6 +388,7 @@ def test_a_storm_of_signals(helpers):
         signal.signal(signal.SIGALRM, handle)
         signal.signal(signal.SIGVTALRM, handle)
         counts = dict(raised=0, finished=0, wrong=0, running=0)
+        threads._runtime()
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
         signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 2e-4)
         end = time.monotonic() + 1
@@ -367,10 +426,14 @@ def test_a_real_signal_reaches_the_caller():
     def handle(number, frame):
         raise Alarm
 
+    def work(first, last):
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.001)
+
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         for _ in range(20):
             with pytest.raises(Alarm):
-                threads.in_shares(functools.partial(lambda first, last: signal.raise_signal(signal.SIGUSR1) or time.sleep(0.001)), 8)
+                threads.in_shares(work, 8)
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -1,21 +1,24 @@
 """Compile CPU kernels with Numba, and keep the machine code on disk for the next process.
 
-`kernel` is the decorator of every CPU kernel, `inlined` that of the small functions that kernels are made of.
+`kernel` is the decorator of every CPU kernel, `inlined` that of the small functions that kernels are made
+of.
 
-Numba's own disk cache (`cache=True`) is not used, for three reasons. It looks at the file of the kernel only, so that old
-code runs after a change in a file the kernel imports. Two processes that compile for different types at the same time may
-mix up their entries, as the index is read and written without a lock. And it unpickles whatever lies in its folder, which
-may be one that others can write.
+Numba's own disk cache (`cache=True`) is not used, for three reasons. It looks at the file of the kernel
+only, so old code runs after a change in a file that the kernel imports. Two processes that compile one
+kernel for different types at the same time may mix up their entries, as the index is read and written
+without a lock. And it unpickles whatever lies in its folder, which may be one that others can write.
 
-Here a compiled kernel is one file. Its name is a hash of all that the machine code depends on: the source files the kernel
-reaches through imports inside turnout, the argument types, the compile options, the CPU's features, and the versions of
-Python, NumPy, Numba, llvmlite and turnout. So nothing stale is ever found. The file is written in one step, holds its own key
-and a checksum, and whatever does not match is a miss. The folder is the user's own: `numba` below TURNOUT_CACHE_DIR or
-the user's cache folder, created with mode 0700, and refused if it belongs to someone else or others may write there.
+Here a compiled kernel is one file. Its name is a hash of all that the machine code depends on: the source
+files that the kernel reaches through imports inside turnout, the argument types, the compile options, the
+CPU's features, and the versions of Python, NumPy, Numba, llvmlite and turnout. So nothing stale is ever
+found. The file is written in one step and holds its own key and a checksum; whatever does not match is a
+miss. The folder is the user's own: `numba` below TURNOUT_CACHE_DIR or the user's cache folder, created with
+mode 0700, and refused if it belongs to someone else or others may write there.
 
-Compiling goes on to its end when a signal arrives (`uninterrupted`); the next call finds Numba as it should be.
+A compilation goes on to its end when a signal arrives, so that the next call finds Numba as it should be.
 
-All names that are private to Numba are used in this module: see `missing_from_numba`.
+The names of the cache and the dispatcher that are private to Numba are used here only; `missing_from_numba`
+looks for them, and without them kernels are compiled in every process.
 """
 
 from __future__ import annotations
@@ -36,17 +39,19 @@ from typing import Any
 
 _PACKAGE = Path(__file__).parents[1]
 _MAGIC = b"turnout kernel 1\n"
-_CONFIG = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "ENABLE_AVX")  # of Numba's settings
 _DIGEST = hashlib.sha256().digest_size
+# Settings of Numba that change the machine code.
+_CONFIG = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "ENABLE_AVX")
 
-_given_up: set[str] = set()  # what is not tried any more in this process, after one warning: "keep", or "find and keep"
+# What is not tried any more in this process, after one warning: "keep", or "find and keep".
+_given_up: set[str] = set()
 
 
 def kernel(function: Callable[..., Any] | None = None, *, fastmath: bool | set[str] = False) -> Any:
     """Compile a function for a CPU: it releases the GIL, divides as NumPy does, and is kept on disk.
 
-    `fastmath` are the freedoms that LLVM has with floating point: True for all, or their names. Use it as `@kernel` or
-    `@kernel(fastmath=...)`.
+    `fastmath` are the freedoms that LLVM has with floating point: True for all, or their names. Use it as
+    `@kernel` or `@kernel(fastmath=...)`.
     """
     import numba
 
@@ -55,9 +60,15 @@ def kernel(function: Callable[..., Any] | None = None, *, fastmath: bool | set[s
     if function is None:
         return functools.partial(kernel, fastmath=fastmath)
     dispatcher: Any = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
-    if dispatcher is not function:  # NUMBA_DISABLE_JIT gives the function itself
+    if dispatcher is function:  # with NUMBA_DISABLE_JIT
+        return function
+    missing = missing_from_numba()
+    if missing is None:
         dispatcher._cache = KernelCache(function, dispatcher.targetoptions)
         dispatcher._compile_for_args = functools.partial(uninterrupted, dispatcher._compile_for_args)
+    else:
+        remedy = "Install a version of Numba that turnout supports."
+        _give_up("find and keep", f"this version of Numba has no {missing}", remedy)
     return dispatcher
 
 
@@ -69,14 +80,17 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 class KernelCache:
-    """Finds and keeps what Numba compiles of one kernel. Numba's dispatcher calls it in place of a cache of its own."""
+    """Finds and keeps what Numba compiles of one kernel. Numba's dispatcher calls it as its own cache."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]):
         self.name = f"{function.__module__}.{function.__qualname__}"
-        self.options = {name: sorted(value) if isinstance(value, set) else value for name, value in options.items()}
+        self.options = [(name, sorted(x) if isinstance(x, set) else x) for name, x in sorted(options.items())]
+        self.sources = ()
         file = Path(inspect.getfile(function))
-        # Read while the module is imported: what is changed later is not what is compiled. In an archive there is no file.
-        self.sources = sources(file) if file.is_file() else None
+        if file.is_file():
+            self.sources = sources(file)  # now, at the import: what is changed later is not compiled
+        else:
+            _give_up("find and keep", f"{file} is not a file", "Install turnout as files, not as an archive.")
 
     @property
     def cache_path(self) -> str:
@@ -95,7 +109,7 @@ class KernelCache:
         """The compiled kernel for these argument types, or None if it is not there or cannot be used."""
         from numba.core.compiler import CompileResult
 
-        if self.sources is None or not _may("find and keep"):
+        if not _may("find and keep"):
             return None
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
@@ -110,9 +124,7 @@ class KernelCache:
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep a compiled kernel. Where that fails, say so once and do not try again in this process."""
-        if self.sources is None or any(not x.can_cache for x in data.lifted) or data.library.has_dynamic_globals:
-            return
-        if not _may("keep"):
+        if not _may("keep") or any(not x.can_cache for x in data.lifted) or data.library.has_dynamic_globals:
             return
         key = self._key(sig, data.codegen)
         try:
@@ -122,7 +134,8 @@ class KernelCache:
 
     def _key(self, sig: Any, codegen: Any) -> str:
         """All that the machine code depends on, as text."""
-        return repr((self.name, tuple(map(str, sig)), self.options, self.sources, codegen.magic_tuple(), _environment()))
+        types = tuple(map(str, sig))
+        return repr((self.name, types, self.options, self.sources, codegen.magic_tuple(), _environment()))
 
     def _file(self, key: str) -> Path:
         return folder() / f"{self.name}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.bin"
@@ -146,7 +159,7 @@ def _environment() -> tuple:
 
 
 def sources(file: Path) -> tuple[tuple[str, str], ...]:
-    """The files that a file reaches through imports inside turnout, itself included: names inside the package and hashes."""
+    """Names and hashes of the files that a file reaches through imports inside turnout, itself included."""
     reached: dict[Path, str] = {}
     waiting = [file]
     while waiting:
@@ -159,13 +172,13 @@ def sources(file: Path) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _source(file: Path) -> tuple[str, tuple[Path, ...]]:
-    """A file's hash, and the files of turnout that it imports. Read once: that is the text which was imported."""
+    """A file's hash, and the files of turnout that it imports. Read once: that text was imported."""
     text = file.read_bytes()
     return hashlib.sha256(text).hexdigest(), tuple(_imports(ast.parse(text).body))
 
 
 def _imports(statements: list[ast.stmt]) -> Iterator[Path]:
-    """Files of turnout that are imported when statements run. What is imported inside functions is nothing a kernel can use."""
+    """Files of turnout that statements import. Not those inside functions: kernels cannot use them."""
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -173,7 +186,8 @@ def _imports(statements: list[ast.stmt]) -> Iterator[Path]:
             yield from filter(None, (_module(alias.name) for alias in statement.names))
         elif isinstance(statement, ast.ImportFrom):
             if statement.level:
-                raise ImportError(f"a kernel's file has a relative import of {statement.module}; name the module in full")
+                name = "." * statement.level + (statement.module or "")
+                raise ImportError(f"a file of kernels imports from {name!r}, it needs the module's full name")
             modules = [_module(f"{statement.module}.{alias.name}") for alias in statement.names]
             yield from filter(None, modules)
             if None in modules and (package := _module(statement.module or "")) is not None:
@@ -205,12 +219,8 @@ def folder() -> Path:
 
 
 def _may(what: str) -> bool:
-    """Whether the folder may be used. Asks Numba and the file system until something is wrong for the first time."""
+    """Whether the folder may be used for that. Looks at it until something is wrong for the first time."""
     if what in _given_up or "find and keep" in _given_up:
-        return False
-    missing = missing_from_numba()
-    if missing is not None:
-        _give_up("find and keep", f"this version of Numba has no {missing}", "Install a version of Numba that turnout supports.")
         return False
     try:
         why = why_unsafe(folder())
@@ -241,26 +251,31 @@ def _why_of_others(found: os.stat_result) -> str | None:
     return None
 
 
-def _give_up(what: str, why: str, remedy: str = "Set TURNOUT_CACHE_DIR to a folder that only you can write.") -> None:
+OWN_FOLDER = "Set TURNOUT_CACHE_DIR to a folder that only you can write."
+
+
+def _give_up(what: str, why: str, remedy: str = OWN_FOLDER) -> None:
     """Stop using the folder in this process, and say so once."""
     from turnout.routing.op import TurnoutWarning
 
     if what not in _given_up:
         _given_up.add(what)
-        message = f"turnout: compiled CPU kernels are not kept, so every process compiles them again: {why}. {remedy}"
-        warnings.warn(message, TurnoutWarning, stacklevel=2)
+        result = "compiled CPU kernels are not kept, so every process compiles them again"
+        warnings.warn(f"turnout: {result}: {why}. {remedy}", TurnoutWarning, stacklevel=2)
 
 
 def _read(file: Path, key: str) -> Any:
-    """What is kept in a file under a key, or None. Nothing is unpickled that is not ours, whole and of that key."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    """What is kept in a file under a key, or None. Only what is the user's own and whole is unpickled."""
+    flags = os.O_RDONLY
+    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # no link, no waiting for a FIFO; Windows
+        flags |= getattr(os, name, 0)
     with open(file, "rb", opener=lambda path, _: os.open(path, flags)) as opened:
         found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode) or _why_of_others(found) is not None:
             return None
         content = opened.read()
     head = len(_MAGIC) + _DIGEST
-    if not content.startswith(_MAGIC) or hashlib.sha256(content[head:]).digest() != content[len(_MAGIC) : head]:
+    if content[:head] != _MAGIC + hashlib.sha256(content[head:]).digest():
         return None
     kept_key, payload = pickle.loads(content[head:])
     return payload if kept_key == key else None
@@ -285,14 +300,15 @@ def _write(file: Path, key: str, payload: Any) -> None:
 
 @functools.cache
 def missing_from_numba() -> str | None:
-    """The first of Numba's private names that this module uses and this version has not, or None if all are there."""
+    """The first of Numba's private names used here that this version has not, or None if it has all."""
     import numba
     from numba.core import caching, codegen, compiler, serialize
 
-    for name in ("_cache", "_compile_for_args", "targetoptions"):
-        if not hasattr(numba.njit(lambda: None), name):
-            return f"Dispatcher.{name}"
+    dispatcher = numba.njit(lambda: None)
     for owner, name in (
+        (dispatcher, "_cache"),
+        (dispatcher, "_compile_for_args"),
+        (dispatcher, "targetoptions"),
         (compiler.CompileResult, "_reduce"),
         (compiler.CompileResult, "_rebuild"),
         (codegen.CPUCodegen, "magic_tuple"),
@@ -300,7 +316,7 @@ def missing_from_numba() -> str | None:
         (serialize, "dumps"),
     ):
         if not hasattr(owner, name):
-            return f"{owner.__name__}.{name}"
+            return f"{'Dispatcher' if owner is dispatcher else owner.__name__}.{name}"
     calls = {"load_overload": ["self", "sig", "target_context"], "save_overload": ["self", "sig", "data"]}
     for name, parameters in calls.items():
         method = getattr(caching.FunctionCache, name, None)

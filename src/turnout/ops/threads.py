@@ -1,4 +1,4 @@
-"""Run CPU kernels that release the GIL on torch's OpenMP threads, or on helper threads where those cannot be had.
+"""Run CPU kernels that release the GIL on torch's OpenMP threads, or on our own where there are none.
 
 torch's threads go on spinning for a while after each of its ops, so a pool beside them finds the cores taken:
 rms_norm_silu behind an op of torch took 3.7 ms by a pool of two, 3.5 by one thread alone, 2.1 by torch's two.
@@ -7,9 +7,9 @@ Numba's own layers would be a second set of threads too, and are not safe to ent
 A call finishes or raises. Python runs signal handlers on the main thread, between any two bytecodes, and that
 thread runs a share of the work inside a C callback, where whatever is raised is printed and lost. So:
 
-- A share is a generator that waits inside its `try`. A function would leave a gap between its first bytecode and
-  its `try`, and a handler that raises there would be lost. Everything else between the C callback and the kernel
-  is C code (`map`, `next`, `functools.partial`), where no handler runs.
+- A share is a generator that waits inside its `try`. A function would leave a gap between its first bytecode
+  and its `try`, and what a handler raises there would be lost. Everything else between the C callback and the
+  kernel is C code (`map`, `next`, `functools.partial`), where no handler runs.
 - A share that a handler interrupts runs its work all the same. So an op that writes in place has written
   everything or nothing, as with torch's ops, and the call raises afterwards.
 - A share says that it has ended as its very last step. If one has not said so, the call raises.
@@ -37,26 +37,28 @@ from typing import Any
 import torch
 
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_forked = False  # whether this process is a fork: OpenMP's threads stayed in the parent, and GNU's runtime waits for them forever
+# Whether this process is a fork: OpenMP's threads stayed in the parent, and GNU's runtime waits for them.
+_forked = False
 
 
 def in_shares(work: Callable[[int, int], object], parts: int) -> None:
-    """Call `work(first, last)` over parts 0 to `parts`, in as many even shares as torch has threads, one per thread.
+    """Call `work(first, last)` over parts 0 to `parts`, in as many even shares as torch has threads.
 
-    Raises what a share or a signal handler raised, after all shares have ended. `work` must be a C callable, such as a
-    `functools.partial` of a kernel: a Python function could be interrupted before it calls the kernel.
+    Raises what a share or a signal handler raised, after all shares have ended. `work` must be a C callable,
+    such as a `functools.partial` of a kernel: a Python function could be interrupted before its kernel.
     """
     threads = min(torch.get_num_threads(), parts)
-    if threads <= 1 or sys.is_finalizing():  # a thread that asks a finalizing interpreter for the GIL never gets it
+    if threads <= 1 or sys.is_finalizing():  # other threads get no GIL while the interpreter ends
         work(0, parts)
         return
+    runtime = _runtime()
     ended: list[int] = []
     failures: list[BaseException] = []
-    shares = [_share(work, parts * i // threads, parts * (i + 1) // threads, ended, failures) for i in range(threads)]
+    bounds = [parts * i // threads for i in range(threads + 1)]
+    shares = [_share(work, first, last, ended, failures) for first, last in itertools.pairwise(bounds)]
     for share in shares:
         next(share, None)
-    calls = map(next, shares, itertools.repeat(None))  # each value that is taken runs one share; all threads take from here
-    runtime = _runtime()
+    calls = map(next, shares, itertools.repeat(None))  # threads take values from here; each runs a share
     if runtime is None:
         _run_on_helpers(calls, threads, failures)
     else:
@@ -68,7 +70,13 @@ def in_shares(work: Callable[[int, int], object], parts: int) -> None:
         _raise(failures)
 
 
-def _share(work: Callable[[int, int], object], first: int, last: int, ended: list[int], failures: list[BaseException]) -> Iterator[None]:
+def _share(
+    work: Callable[[int, int], object],
+    first: int,
+    last: int,
+    ended: list[int],
+    failures: list[BaseException],
+) -> Iterator[None]:
     """Run `work(first, last)` when it is resumed, and record how that ended."""
     try:
         yield
@@ -89,11 +97,11 @@ def _run_all(calls: Iterator[None]) -> None:
 
 
 def _raise(failures: list[BaseException]) -> None:
-    """Raise what a share raised. An interruption goes before an error: a launch failure may be followed by another route."""
+    """Raise what a share raised. An interruption goes before an error, which another route may follow."""
     if not failures:
         raise KeyboardInterrupt(
-            "turnout: a CPU kernel did not finish, because a signal handler raised inside a C callback and Python has lost "
-            "that exception (it was printed to stderr); the call has no result and can be repeated"
+            "turnout: a CPU kernel did not finish. Something raised inside a C callback, most likely a "
+            "signal handler, and Python lost that after printing it to stderr. The call can be repeated."
         )
     failure = min(failures, key=lambda failure: isinstance(failure, Exception))
     failures.clear()  # its traceback holds the list, which would hold the failure and all tensors of the call
@@ -105,7 +113,7 @@ def _raise(failures: list[BaseException]) -> None:
 
 @functools.cache
 def _runtime() -> Any:
-    """The OpenMP runtime that torch has loaded, or None if it is not found, may be one of several, or was forked.
+    """The OpenMP runtime that torch has loaded. None if it is not found, or one of several, or in a fork.
 
     GNU's, LLVM's and Intel's runtimes all have GNU's entry points.
     """
@@ -113,7 +121,8 @@ def _runtime() -> Any:
     if _forked or not maps.exists():
         return None
     lines = maps.read_text().splitlines()
-    loaded = {line.split(maxsplit=5)[-1] for line in lines if re.search(r"/lib(gomp|omp|iomp5)\b[^/]*$", line)}
+    openmp = re.compile(r"/lib(gomp|omp|iomp5)\b[^/]*$")
+    loaded = {line.split(maxsplit=5)[-1] for line in lines if openmp.search(line)}
     home = str(Path(torch.__file__).parent)  # wheels bring theirs along, in torch/lib or torch.libs
     candidates = [path for path in loaded if path.startswith(home)] or list(loaded)
     if len(candidates) != 1:
@@ -128,7 +137,7 @@ class _Task:
     def __init__(self, calls: Iterator[None], helpers: int):
         self.calls = calls
         self.running = bytearray(helpers)  # 1 while that helper may be running a share
-        self.ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the caller early; `running` is what counts
+        self.ends: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes the caller; `running` is what counts
 
     def help(self, helper: int) -> None:
         """Run shares that nobody has taken; none if the helper comes late."""
@@ -158,7 +167,7 @@ class _Helpers:
         """Ask so many helpers to take part in a task. They may come late, or never."""
         try:
             while self.threads < helpers:
-                _thread.start_new_thread(self._serve, ())  # one C call; `threading` could be interrupted halfway
+                _thread.start_new_thread(self._serve, ())  # one C call; `threading`'s can be interrupted
                 self.threads += 1
         except (RuntimeError, MemoryError):  # no more threads to be had: the caller runs what nobody takes
             pass
@@ -168,7 +177,7 @@ class _Helpers:
     def _serve(self) -> None:
         while True:
             task, helper = self.tasks.get()
-            with contextlib.suppress(BaseException):  # a share that cannot even record its failure is missing in `ended`
+            with contextlib.suppress(BaseException):  # a failure that is not recorded is missing in `ended`
                 task.help(helper)
             del task
 
@@ -182,8 +191,12 @@ def _run_on_helpers(calls: Iterator[None], threads: int, failures: list[BaseExce
     _finish_after(functools.partial(_helpers.ask, task, threads - 1), task.finish, failures)
 
 
-def _finish_after(begin: Callable[[], object], finish: Callable[[], object], failures: list[BaseException]) -> None:
-    """Call `begin`, then `finish`, which may be interrupted anywhere and called again, until it has returned."""
+def _finish_after(
+    begin: Callable[[], object],
+    finish: Callable[[], object],
+    failures: list[BaseException],
+) -> None:
+    """Call `begin`, then `finish` until it has returned. It may be interrupted anywhere and called again."""
     try:
         try:
             try:
@@ -207,10 +220,11 @@ def _insist(finish: Callable[[], object], failures: list[BaseException]) -> None
 
 
 def uninterrupted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function on a thread of its own, where Python runs no signal handlers, and return what it returns.
+    """Call a function on a thread of its own, where Python runs no signal handlers, and return its result.
 
-    What a handler raises meanwhile is raised when the function has ended. Numba needs this: a compilation or an import that is
-    interrupted halfway leaves it broken for the rest of the process. On another than the main thread this is a plain call.
+    What a handler raises meanwhile is raised when the function has ended. Numba needs this: a compilation or
+    an import that is interrupted halfway leaves it broken for the rest of the process. On another than the
+    main thread this is a plain call.
     """
     if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         return function(*args, **kwargs)
@@ -235,7 +249,7 @@ def uninterrupted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
             if state[0] == 0:
                 try:
                     _thread.start_new_thread(run, ())
-                except RuntimeError:  # no thread to be had
+                except (RuntimeError, MemoryError):  # no thread to be had
                     run()
             with contextlib.suppress(queue.Empty):
                 ends.get(timeout=0.02)
