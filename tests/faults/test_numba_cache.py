@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from pathlib import Path
 
@@ -235,6 +236,23 @@ def test_a_folder_that_cannot_be_written(package, place, monkeypatch):
     assert len(package.warned) == 1
     assert len(attempts) == (place == "full")
     assert ("is not a folder" if place == "file" else "No space left on device") in package.warned[0]
+
+
+def test_what_was_not_used_for_a_month_is_deleted(package):
+    package.process(np.float32)
+    kept = package.files()
+    month = time.time() - 31 * 86400
+    for file in kept:
+        os.utime(file, (month, month))
+    abandoned = package.folder / ".abandoned.part"
+    abandoned.write_text("half")
+    os.utime(abandoned, (month, month))
+    numba_cache._prune.cache_clear()
+    package.process(np.float32, np.int16)  # uses one of the old ones, and keeps two new ones
+    assert not abandoned.exists()
+    (used,) = [file for file in kept if file.exists()]
+    assert used.stat().st_mtime > month + 86400
+    assert package.process(np.float32, np.int16) == ([20.0, 20.0], 0)
 
 
 def test_numba_has_what_is_used():

@@ -13,7 +13,8 @@ files that the kernel reaches through imports inside turnout, the argument types
 CPU's features, and the versions of Python, NumPy, Numba, llvmlite and turnout. So nothing stale is ever
 found. The file is written in one step and holds its own key and a checksum; whatever does not match is a
 miss. The folder is the user's own: `numba` below TURNOUT_CACHE_DIR or the user's cache folder, created with
-mode 0700, and refused if it belongs to someone else or others may write there.
+mode 0700, and refused if it belongs to someone else or others may write there. What was not used for a
+month is deleted.
 
 A compilation goes on to its end when a signal arrives, so that the next call finds Numba as it should be.
 
@@ -24,6 +25,7 @@ looks for them, and without them kernels are compiled in every process.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -32,6 +34,7 @@ import pickle
 import stat
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +43,8 @@ from typing import Any
 _PACKAGE = Path(__file__).parents[1]
 _MAGIC = b"turnout kernel 1\n"
 _DIGEST = hashlib.sha256().digest_size
+_DAY = 86400  # seconds
+_KEPT_DAYS = 30  # after its last use
 # Settings of Numba that change the machine code.
 _CONFIG = ("OPT", "LOOP_VECTORIZE", "SLP_VECTORIZE", "BOUNDSCHECK", "DEBUGINFO_DEFAULT", "ENABLE_AVX")
 
@@ -274,6 +279,9 @@ def _read(file: Path, key: str) -> Any:
         if not stat.S_ISREG(found.st_mode) or _why_of_others(found) is not None:
             return None
         content = opened.read()
+        if time.time() - found.st_mtime > _DAY:
+            with contextlib.suppress(OSError):  # a folder that can only be read
+                os.utime(file)
     head = len(_MAGIC) + _DIGEST
     if content[:head] != _MAGIC + hashlib.sha256(content[head:]).digest():
         return None
@@ -296,6 +304,16 @@ def _write(file: Path, key: str, payload: Any) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    _prune(file.parent)
+
+
+@functools.cache
+def _prune(place: Path) -> None:
+    """Delete, once in a process, what was not used for a month: other versions' kernels, halves of writes."""
+    for file in place.iterdir():
+        with contextlib.suppress(OSError):  # another process may be first
+            if time.time() - file.lstat().st_mtime > _KEPT_DAYS * _DAY:
+                file.unlink()
 
 
 @functools.cache
