@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 STAMP := .venv/.made
 
-.PHONY: setup demo test lint gpu-test clean
+.PHONY: setup demo test fault-test lint gpu-test clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,11 @@ demo: setup
 # Threads that wait without spinning: two test processes share the cores (463 s instead of 605 on two of them).
 test: setup lint
 	OMP_WAIT_POLICY=passive $(RUN) -m pytest -q -n 2 --dist worksteal
+
+# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
+SIGNALS ?= 500
+fault-test: setup
+	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) $(RUN) -m pytest -q -s tests/faults
 
 lint: setup
 	.venv/bin/ruff check .

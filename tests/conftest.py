@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import turnout  # noqa: F401  (declares the ops)
+from turnout.ops import numba_cache
 from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
+
+numba_cache.folder()  # decided before tests have cache folders of their own: kernels are compiled once, not in every run
 
 
 @pytest.fixture(autouse=True)

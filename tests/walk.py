@@ -110,4 +110,6 @@ LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op,
 launching_routes = _parametrised(LAUNCHING)
 planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is prepare_from_plan])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
-cpu_routes = _parametrised([(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))])
+ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
+cpu_routes = _parametrised(ON_CPU)
+numba_routes = _parametrised([(op, route) for op, route in ON_CPU if any("cpu_kernels" in kernel for kernel in route.kernels)])

@@ -11,11 +11,12 @@ hand: what LLVM asks before each of its loops (do the arrays overlap? what is le
 
 import functools
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
+
+from turnout.ops.numba_cache import kernel
 
 FUSED = {"contract", "nsz"}  # a product and a sum may round once; NaN and Inf keep their meaning
 LANES = 16  # float32 values: one register of AVX-512, two of AVX2
@@ -263,14 +264,14 @@ def silu(typing_context, a):
     return a(a), emit
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def widen(x, into):
     prefer_wide_vectors()
     for i in range(x.size):
         into[i] = widened(x[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def finish(acc, y, SILU):
     """Activate and round; all bits of a zero are zero in every type."""
     prefer_wide_vectors()
@@ -282,7 +283,7 @@ def finish(acc, y, SILU):
             y[i] = narrowed(acc[i], y[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED | {"reassoc"}, error_model="numpy")
+@kernel(fastmath=FUSED | {"reassoc"})
 def widen_and_square(x, into):
     """The sum of the squares of x, in as many partial sums as a vector has lanes, while it is widened."""
     prefer_wide_vectors()

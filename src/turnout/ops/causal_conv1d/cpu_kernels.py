@@ -9,7 +9,6 @@ once on its way out; every loop over `i` becomes vector instructions.
 # Numba wants plain functions at module level; its intrinsics are typed by what they are given.
 # pyright: basic, reportCallIssue=false
 
-import numba
 import numpy as np
 
 from turnout.ops.common_cpu_kernels import (
@@ -27,12 +26,13 @@ from turnout.ops.common_cpu_kernels import (
     widen,
     widened,
 )
+from turnout.ops.numba_cache import inlined, kernel
 
 TILE = 1024  # float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache
 ROWS = 64  # rows of one block, channels side by side
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SILU, SEG, INIT, first, last):
     """Rows first to last of [sequences, channels], any strides, at their best with positions side by side.
 
@@ -88,14 +88,14 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
                     marks[k] = marks[count + k]
 
 
-@numba.njit(inline="always")
+@inlined
 def four_products(before, here, p, q, r, s, bias):
     return fused(
         moved_back(before, here, 3), p, fused(moved_back(before, here, 2), q, fused(moved_back(before, here, 1), r, fused(here, s, bias)))
     )
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def four_taps(edge, x, at, w, bias, y, out, count, SILU):
     """Width 4, which nearly every model has, in one pass over x from `at` on. `edge` are the LANES values before that."""
     prefer_wide_vectors()
@@ -121,7 +121,7 @@ def four_taps(edge, x, at, w, bias, y, out, count, SILU):
 # The inner loops below run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def add_taps(acc, line, w, bias):
     """acc[i] = bias + sum_k w[k] * line[i + k]"""
     prefer_wide_vectors()
@@ -132,7 +132,7 @@ def add_taps(acc, line, w, bias):
             acc[i] += p * a[i]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def add_own_taps(acc, line, marks, w, bias):
     """The same, of positions with the output's own mark."""
     prefer_wide_vectors()
@@ -149,7 +149,7 @@ def blocks_of(sizes):
     return np.array([(n, row) for n, size in enumerate(sizes.tolist()) for row in range(0, size, ROWS)], np.int64).reshape(-1, 2)
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, SEG, INIT, first, last):
     """Blocks first to last, channels side by side in x and y. w is [width, channels]."""
     prefer_wide_vectors()
@@ -186,7 +186,7 @@ def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, 
                     y[out : out + count] = 0
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def four_rows(a, b, c, d, taps, y, SILU):
     """Width 4 in one pass."""
     prefer_wide_vectors()
@@ -200,7 +200,7 @@ def four_rows(a, b, c, d, taps, y, SILU):
             y[i] = narrowed(total, y[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def add_rows(acc, ring, taps, p, seg, base, SEG, INIT):
     """acc = bias + sum_k taps[k] * the row width - 1 - k above position p, rows with another mark left out."""
     prefer_wide_vectors()
@@ -215,7 +215,7 @@ def add_rows(acc, ring, taps, p, seg, base, SEG, INIT):
                 acc[i] += q[i] * a[i]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def finals(x, x_at, xd, xl, seg, init, final, sizes, dim, reach, length, SEG, INIT):
     """The last positions of each sequence as they are, its initial state where it is shorter.
 

@@ -222,8 +222,10 @@ def on_cpu(
     """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it is."""
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.causal_conv1d.cpu_kernels")
     from turnout.ops.causal_conv1d import cpu_kernels
-    from turnout.ops.threads import in_shares
 
     (batch, dim, length), width = x.shape, weight.shape[1]
     x, y = x.detach(), empty_dense(x, channel_last(x))

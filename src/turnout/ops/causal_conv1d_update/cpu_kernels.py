@@ -2,10 +2,10 @@
 
 # pyright: basic, reportCallIssue=false
 
-import numba
 import numpy as np
 
 from turnout.ops.common_cpu_kernels import finish, narrowed, widened
+from turnout.ops.numba_cache import kernel
 
 TILE = 256  # channels side by side, so that sums and activations become vector instructions
 
@@ -14,7 +14,7 @@ def tiles_of(batch, dim):
     return batch * -(-dim // TILE)
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@kernel(fastmath={"contract", "nsz"})
 def update(x, state, w, bias, y, slots, ring, length, size, strides, SILU, first, last):
     """Tiles first to last of [batch, channels]; w is [width, channels].
 
@@ -52,13 +52,13 @@ def update(x, state, w, bias, y, slots, ring, length, size, strides, SILU, first
         move(x, source, xd, xl, state, held, sd, sl, count, length, size, at, ring.size > 0)
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+@kernel(fastmath={"contract", "nsz"})
 def add(acc, taps, row):
     for j in range(acc.size):
         acc[j] += taps[j] * row[j]
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def move(x, source, xd, xl, state, held, sd, sl, count, length, size, at, RING):
     """The new positions into the states of `count` channels: into their places of the ring, or at the end of what moves along."""
     if RING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -111,8 +112,10 @@ def cpu_channels(
 ) -> Tensor:  # fmt: skip
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.causal_conv1d_update.cpu_kernels")
     from turnout.ops.causal_conv1d_update.cpu_kernels import tiles_of, update
-    from turnout.ops.threads import in_shares
 
     new, y, out = with_axis(x.detach())
     batch, dim, length = new.shape
@@ -124,5 +127,7 @@ def cpu_channels(
     shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
     given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
-    in_shares(lambda first, last: update(*given, first, last), tiles_of(batch, dim))
+    run = functools.partial(update, *given)
+    run(0, 0)  # compiles: an interruption of that must not leave some of the states updated
+    in_shares(run, tiles_of(batch, dim))
     return out

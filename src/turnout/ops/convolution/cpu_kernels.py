@@ -10,7 +10,6 @@ spread over lanes; channels first, they are tiles of a row, and the numbers of a
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
@@ -33,6 +32,7 @@ from turnout.ops.common_cpu_kernels import (
     widened,
 )
 from turnout.ops.convolution.cpu_products import ROWS, multiply
+from turnout.ops.numba_cache import inlined, kernel
 
 CHANNELS = 8  # of a filter that are transformed together
 POINTS = 16  # numbers that a tile of 4x4 pixels is transformed to
@@ -82,7 +82,7 @@ def take(typing_context, taken):
     return types.int64(taken), emit
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def aligned(count):
     """Room that begins with a cache line: vectors across two lines take a third longer."""
     room = np.empty(count + LANES, np.float32)
@@ -90,12 +90,12 @@ def aligned(count):
     return room[first : first + count]
 
 
-@numba.njit(inline="always")
+@inlined
 def up(n, step):
     return -(-n // step) * step
 
 
-@numba.njit(inline="always")
+@inlined
 def copy_row(x, at, y, to, count):
     """Widened or rounded where types differ. The last vector overlaps the one before."""
     if count < LANES:
@@ -110,23 +110,23 @@ def copy_row(x, at, y, to, count):
 # Transforms along one axis: four pixels to four points, four points to two pixels, three taps of a filter to four points
 
 
-@numba.njit(inline="always")
+@inlined
 def to_points(a, b, c, d):
     return vector_minus(a, c), vector_plus(b, c), vector_minus(c, b), vector_minus(b, d)
 
 
-@numba.njit(inline="always")
+@inlined
 def to_pixels(a, b, c, d):
     return vector_plus(vector_plus(b, c), a), vector_minus(vector_minus(b, c), d)
 
 
-@numba.njit(inline="always")
+@inlined
 def taps_to_points(a, b, c):
     outer, half = vector_plus(a, c), spread(np.float32(0.5))
     return a, vector_times(vector_plus(outer, b), half), vector_times(vector_minus(outer, b), half), c
 
 
-@numba.njit(inline="always")
+@inlined
 def put_four(four, into, at, step):
     put_vector(four[0], into, at)
     put_vector(four[1], into, at + 4 * step)
@@ -134,12 +134,12 @@ def put_four(four, into, at, step):
     put_vector(four[3], into, at + 12 * step)
 
 
-@numba.njit(inline="always")
+@inlined
 def pixels_down(m, at, step):
     return to_pixels(vector_at(m, at), vector_at(m, at + 4 * step), vector_at(m, at + 8 * step), vector_at(m, at + 12 * step))
 
 
-@numba.njit(inline="always")
+@inlined
 def pixels_of(m, at, step, shift):
     """The 2x2 outputs of 16 points: upper left, upper right, lower left, lower right."""
     p, q, r, s = (
@@ -152,19 +152,19 @@ def pixels_of(m, at, step, shift):
     return vector_plus(upper[0], shift), vector_plus(upper[1], shift), vector_plus(lower[0], shift), vector_plus(lower[1], shift)
 
 
-@numba.njit(inline="always")
+@inlined
 def zero_if_finite(four, found):
     """What was found so far, plus nothing: NaN once a pixel is NaN or infinite."""
     zero = spread(np.float32(0))
     return fused(four[0], zero, fused(four[1], zero, fused(four[2], zero, fused(four[3], zero, found))))
 
 
-@numba.njit(inline="always")
+@inlined
 def row_of_filter(taps, at):
     return taps_to_points(vector_at(taps, at), vector_at(taps, at + LANES), vector_at(taps, at + 2 * LANES))
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def transform_weight(w, steps, filters, channels, depth, u, point, first, last):
     """To `[depth, 16, filters / LANES, channels, LANES]`, points `point` apart. A part is CHANNELS channels of LANES filters; they are laid
     side by side first, so that memory is read and written in longer pieces."""
@@ -195,12 +195,12 @@ def transform_weight(w, steps, filters, channels, depth, u, point, first, last):
 # Channels last: a tile's channels are vectors
 
 
-@numba.njit(inline="always")
+@inlined
 def row_of_tile(x, at, step):
     return to_points(vector_at(x, at), vector_at(x, at + step), vector_at(x, at + 2 * step), vector_at(x, at + 3 * step))
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def transform_tile(x, at, row, column, channels, v, into, point):
     """All channels of one tile, `[16, channels]`. Channels beyond the last are never looked at again."""
     prefer_wide_vectors()
@@ -213,7 +213,7 @@ def transform_tile(x, at, row, column, channels, v, into, point):
         put_four(to_points(p[3], q[3], r[3], s[3]), v, into + 3 * point + c, point)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def tiles_of_channels(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_tile, point, edge):
     """A block of one frame, tiles `v_tile` apart. A tile that sees padding, or lies at the end of memory, is copied to `edge` before."""
     row, column = steps.row, steps.column
@@ -235,7 +235,7 @@ def tiles_of_channels(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_tile
             transform_tile(edge, 0, 4 * v_tile, v_tile, plan.channels, v, into, point)
 
 
-@numba.njit(inline="always")
+@inlined
 def put_filters(values, y, at, count, rest):
     """As many of a vector's lanes as there are filters left."""
     if count >= LANES:
@@ -246,7 +246,7 @@ def put_filters(values, y, at, count, rest):
             y[at + lane] = narrowed(rest[lane], y[at])
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def pixels_of_filters(m, m_at, m_tile, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rest):
     """A block of one frame back to pixels, channels last. Whether all of them are finite."""
     prefer_wide_vectors()
@@ -271,14 +271,14 @@ def pixels_of_filters(m, m_at, m_tile, point, shift, filters, y, frame, steps, p
 # Channels first: tiles are vectors, counted through all rows of a block
 
 
-@numba.njit(inline="always")
+@inlined
 def four_rows(rows, at, wide, length):
     """The same tiles of the rows 0 to 3 that they cover: even rows lie before odd ones, and two rows are `wide` tiles apart."""
     even, odd = at, at + 4 * length
     return to_points(vector_at(rows, even), vector_at(rows, odd), vector_at(rows, even + wide), vector_at(rows, odd + wide))
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def tiles_of_planes(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_channel, point, lines, rows):
     """A block of one frame, `[16, channels, tiles]`. Rows are transformed along themselves to `[2, 4, tiles]`, vectors that reach into the
     next row, which is written later; then across."""
@@ -307,7 +307,7 @@ def tiles_of_planes(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_channe
             put_four(four_rows(rows, t + 3 * length, wide, length), v, into + 3 * point, point)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def pixels_of_planes(m, m_at, m_filter, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rows):
     """A block of one frame back to pixels, channels first: upper rows of all tiles, lower ones, and from there to where they belong.
     Whether all of them are finite."""
@@ -328,7 +328,7 @@ def pixels_of_planes(m, m_at, m_filter, point, shift, filters, y, frame, steps, 
     return sum_of_lanes(found) == 0
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def convolve(x, x_steps, u, u_point, shift, y, y_steps, plan, LAST, taken, odd, blocks, first, last):
     """Blocks that no other thread has `taken`, whatever even share, first to last, was meant. u is what `transform_weight` makes; x and y
     have channels (LAST) or columns side by side. `odd[0]` becomes 1 if a number that comes out is not finite: that may be the transforms'

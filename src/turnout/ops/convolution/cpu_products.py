@@ -3,12 +3,12 @@
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba.core import config, types
 from numba.extending import intrinsic
 
 from turnout.ops.common_cpu_kernels import LANES, _fma, prefer_wide_vectors
+from turnout.ops.numba_cache import kernel
 
 # Rows and vectors of a product that is kept in registers: 24 of the 32 of AVX-512. Elsewhere a vector takes two or four.
 # Numba may be told to do without (NUMBA_CPU_FEATURES).
@@ -82,7 +82,7 @@ def add_product(typing_context, a, a_at, a_row, a_next, b, b_at, b_column, b_nex
     return types.void(a, i, i, i, b, i, i, i, c, i, i, i, types.boolean, ROWS, COLUMNS), emit
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def multiply(
     a, a_at, a_depth, a_channel, a_row, a_lanes, b, b_at, b_depth, b_channel, b_column, c, c_at, c_row, rows, columns, depth, channels, size
 ):  # fmt: skip

@@ -97,8 +97,10 @@ def of_finite(
     """Clips, channels first or last as the format says. None if a number that comes out is not finite."""
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.convolution.cpu_kernels")
     from turnout.ops.convolution import cpu_kernels as kernels
-    from turnout.ops.threads import in_shares
 
     last, format = format != FIRST, FIRST if format == FIRST else LAST[5]
     if input.stride(1 if last else -1) != 1:

@@ -156,7 +156,7 @@ TWO_STAGE: Any = {
 CPU_CHUNKS: Any = {
     "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
     "cost": cost(cpu=Rate(host=60e-6, start=60e-6, otherwise=0.98)),
-    "kernels": [f"turnout.ops.dot.cpu_kernels:sum_{kind}" for kind in ("bfloat16", "float16", "float32")],
+    "kernels": ["turnout.ops.dot.cpu_kernels:sum_chunks"],
 }  # fmt: skip
 
 
@@ -224,14 +224,17 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
     """Fixed chunks over torch's threads, added up in float64."""
     import numpy as np
 
-    from turnout.ops.dot.cpu_kernels import CHUNK, sum_bfloat16, sum_float16, sum_float32
-    from turnout.ops.threads import in_shares
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.dot.cpu_kernels")
+    from turnout.ops.dot.cpu_kernels import CHUNK, sum_chunks
 
     sums = problem.contraction()
-    kernel = {torch.float32: sum_float32, torch.bfloat16: sum_bfloat16, torch.float16: sum_float16}[a.dtype]
     steps = sums.a_batch_stride, sums.b_batch_stride
     flat = [t.detach().as_strided(((sums.batch - 1) * step + sums.length,), (1,)) for t, step in zip((a, b), steps, strict=True)]
-    x, y = [(t if a.dtype is torch.float32 else t.view(torch.uint16)).numpy() for t in flat]
+    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(a.dtype)
+    x, y = [(t if bits is None else t.view(bits)).numpy() for t in flat]
+    zero = np.float64(0) if bits is None else np.float32(0)
     totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
-    in_shares(lambda first, last: kernel(x, y, *steps, sums.length, first, last, totals.reshape(-1)), totals.size)
+    in_shares(functools.partial(sum_chunks, x, y, *steps, sums.length, zero, totals.reshape(-1)), totals.size)
     return torch.from_numpy(totals.sum(1)).to(a.dtype).reshape(sums.output)

@@ -9,10 +9,10 @@ Row, cos and sin lie WIDEST apart in one buffer, which LLVM knows: pointers that
 
 # pyright: basic, reportCallIssue=false
 
-import numba
 import numpy as np
 
 from turnout.ops.common_cpu_kernels import narrowed, prefer_wide_vectors, widen, widen_and_square, widened
+from turnout.ops.numba_cache import kernel
 
 WIDEST = 1024  # columns of a head
 APART = {"nsz"}  # products and sums round one after the other
@@ -20,7 +20,7 @@ PAIR, ELEMENT, COMPLEX = 1, 2, 3  # how a table is to be read; 0 where there is 
 HEAD, ALL = 1, 2  # what is normalised together; 0 for nothing
 
 
-@numba.njit(nogil=True, cache=True, fastmath=APART, error_model="numpy")
+@kernel(fastmath=APART)
 def make_table(cos, sin, at, kind, HALF, c, s):
     """cos and signed sin for each rotating element of one token, from wherever they stand in the tables."""
     prefer_wide_vectors()
@@ -40,7 +40,7 @@ def make_table(cos, sin, at, kind, HALF, c, s):
             s[first], s[second] = -sin[at + first], sin[at + second]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=APART, error_model="numpy")
+@kernel(fastmath=APART)
 def scale_row(row, inverse, w, like, WEIGHT, TWICE):
     """row times the inverse root and the weight, rounded to the type of `like` (and before the weight too, with TWICE)."""
     prefer_wide_vectors()
@@ -55,7 +55,7 @@ def scale_row(row, inverse, w, like, WEIGHT, TWICE):
             row[i] = widened(narrowed(row[i] * inverse * w[i], like))
 
 
-@numba.njit(nogil=True, cache=True, fastmath=APART, error_model="numpy")
+@kernel(fastmath=APART)
 def turn_row(work, size, HALF, y):
     """The first `size` columns rotated, the others as they are."""
     prefer_wide_vectors()
@@ -77,7 +77,7 @@ def turn_row(work, size, HALF, y):
         rest[i] = narrowed(plain[i], rest[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=APART, error_model="numpy")
+@kernel(fastmath=APART)
 def norm_rope(
     x, xb, xs, xh, tokens, before, heads, dim, w, eps, norm, TWICE, cos, sin, cb, cs, ch, kind, rotary, HALF, y, yb, ys, yh, first, last
 ):

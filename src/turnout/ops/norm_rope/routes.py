@@ -139,8 +139,10 @@ def cpu_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.norm_rope.cpu_kernels")
     from turnout.ops.norm_rope.cpu_kernels import norm_rope as kernel
-    from turnout.ops.threads import in_shares
 
     kind = {"none": 0, "pair": 1, "element": 2, "complex": 3}[table_kind(cos, rotary)]
     if kind == 3 and cos is not None:

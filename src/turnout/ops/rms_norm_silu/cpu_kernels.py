@@ -2,7 +2,6 @@
 
 # pyright: basic, reportCallIssue=false
 
-import numba
 import numpy as np
 
 from turnout.ops.common_cpu_kernels import (
@@ -20,6 +19,7 @@ from turnout.ops.common_cpu_kernels import (
     widen,
     widened,
 )
+from turnout.ops.numba_cache import inlined, kernel
 
 WIDEST = 4096  # positions of a tile
 CACHED = 49152  # float32 values of a tile of positions with all their channels: what stays in a second-level cache
@@ -31,7 +31,7 @@ def tiles_of(lines, length, channels):
     return tile, lines * -(-length // tile)
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def inverse_of(squares, channels, eps, CLAMP):
     """What x is multiplied with: 1 / sqrt(mean + eps), or with CLAMP sqrt(channels) / max(norm, eps)."""
     if CLAMP:
@@ -39,7 +39,7 @@ def inverse_of(squares, channels, eps, CLAMP):
     return np.float32(1.0) / np.sqrt(squares / np.float32(channels) + eps)
 
 
-@numba.njit(inline="always")
+@inlined
 def place(r, sizes, steps):
     """Offset of position r, counted over three dimensions."""
     if sizes[0] == sizes[1] == 1:
@@ -47,7 +47,7 @@ def place(r, sizes, steps):
     return r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def rows(x, x_steps, w, shift, y, y_steps, sizes, eps, CLAMP, SILU, first, last):
     """Rows first to last, channels side by side. A row is read twice, the second time from the first-level cache."""
     prefer_wide_vectors()
@@ -70,14 +70,14 @@ def rows(x, x_steps, w, shift, y, y_steps, sizes, eps, CLAMP, SILU, first, last)
             y[out + c] = narrowed(silu(value) if SILU else value, y[out + c])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def add_squares(row, total):
     prefer_wide_vectors()
     for i in range(row.size):
         total[i] += row[i] * row[i]
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def finish_plane(work, w, shift, y, SILU):
     """Normalise, activate and round the positions of one channel at 0, with their inverse roots at WIDEST."""
     prefer_wide_vectors()
@@ -89,7 +89,7 @@ def finish_plane(work, w, shift, y, SILU):
             y[i] = narrowed(work[i] * work[WIDEST + i] * w + shift, y[i])
 
 
-@numba.njit(nogil=True, cache=True, fastmath=FUSED, error_model="numpy")
+@kernel(fastmath=FUSED)
 def planes(x, x_steps, xc, w, shift, y, y_steps, yc, sizes, tile, eps, CLAMP, SILU, first, last):
     """Tiles first to last of positions side by side, channels xc and yc apart. A tile is read twice, the second time from the cache."""
     work = np.empty(2 * WIDEST, np.float32)

@@ -178,8 +178,10 @@ def on_cpu(
 ) -> None:
     import numpy as np
 
+    from turnout.ops.threads import import_uninterrupted, in_shares
+
+    import_uninterrupted("turnout.ops.rms_norm_silu.cpu_kernels")
     from turnout.ops.rms_norm_silu import cpu_kernels
-    from turnout.ops.threads import in_shares
 
     channels, where = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
     sizes, x_steps, y_steps = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
