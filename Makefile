@@ -2,8 +2,10 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 STAMP := .venv/.made
+TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
+WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup demo test fault-test lint gpu-test clean
+.PHONY: setup demo test fault-test compile-all lint gpu-test clean
 
 setup: $(STAMP)
 
@@ -20,8 +22,22 @@ demo: setup
 	@echo "Reports: demo/wan-vae-bfloat16.html, demo/wan-vae-float32.html"
 
 # Threads that wait without spinning: two test processes share the cores (463 s instead of 605 on two of them).
-test: setup lint
+# Then the kernels and the way they are launched with each other Triton that is supported.
+test: setup lint $(TRITONS:%=.tritons/%/.made)
 	OMP_WAIT_POLICY=passive $(RUN) -m pytest -q -n 2 --dist worksteal
+	@for version in $(TRITONS); do echo "Triton $$version"; \
+	TURNOUT_COMPILE=quick PYTHONPATH=.tritons/$$version $(RUN) -m pytest -q -n 2 --dist worksteal $(WITH_TRITON) || exit 1; done
+
+# Every launch of every case, for every card, with every Triton that is supported: an hour on two cores.
+compile-all: setup $(TRITONS:%=.tritons/%/.made)
+	TURNOUT_COMPILE=all $(RUN) -m pytest -q -n 2 --dist worksteal $(WITH_TRITON)
+	@for version in $(TRITONS); do echo "Triton $$version"; \
+	TURNOUT_COMPILE=all PYTHONPATH=.tritons/$$version $(RUN) -m pytest -q -n 2 --dist worksteal $(WITH_TRITON) || exit 1; done
+
+# A Triton alone, without the torch it came with: enough to compile with.
+.tritons/%/.made: | setup
+	$(RUN) -m pip install -q --no-deps --target .tritons/$* triton==$*
+	touch $@
 
 # The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
 SIGNALS ?= 500
@@ -39,4 +55,4 @@ gpu-test:
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(PROCESSES) --dist worksteal tests
 
 clean:
-	rm -rf .venv dist build demo
+	rm -rf .venv .tritons dist build demo

@@ -144,7 +144,7 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
     device: Where = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has with the code as it is.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has with this code; listed for a card elsewhere.")] = False,
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
@@ -171,6 +171,8 @@ def bench(
     if ops == ["router"]:
         return _show_router(measure_router(), json)
     chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
+    if missing and device is not None and (absent := _absent(device)) is not None:
+        return _show_missing(chosen, absent, only, json)
     where = _device(device)
     for known in chosen:
         if not sweep.timed(known, where, only):
@@ -204,6 +206,30 @@ def bench(
     if any("wrong" in row for row in rows):
         raise typer.Exit(1)
     return None
+
+
+def _absent(name: str) -> Any:
+    """The card of a name that torch has no device for: it is asked about, not measured."""
+    from turnout.routing.device import Device
+
+    try:
+        _device(name)
+    except (RuntimeError, ValueError):
+        return Device.named(name)
+    return None
+
+
+def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
+    """List the cases whose times no table of a card has with the code as it is."""
+    from turnout.bench.sweep import absent_cases
+
+    rows = [{"op": op.name, "case": str(case)} for op in ops for case in absent_cases(op, device, only)]
+    if json:
+        print(json_format.dumps(rows))
+        return
+    for row in rows:
+        console.print(f"{row['op']}  {row['case']}", markup=False, highlight=False)
+    errors.print(f"{len(rows)} cases that no table of {device.name} has with the code as it is")
 
 
 def _show_router(found: dict[str, dict[str, float]], json: bool) -> None:

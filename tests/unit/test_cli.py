@@ -139,3 +139,10 @@ def test_the_small_calls_of_bench_router_are_cases():
 
     for name, wanted in router._SMALL.items():
         assert [str(case) for case in OPS[name].cases() if str(case) == wanted], name
+
+
+def test_missing_cases_of_a_card_that_is_not_here_are_listed():
+    told = json.loads(turnout("bench", "dot", "inner", "--missing", "--device", "4090", "--only", "bfloat16", "--json"))
+    assert {row["op"] for row in told} == {"dot", "inner"}
+    assert all("bfloat16" in row["case"] and "tiny" not in row["case"] for row in told)
+    assert turnout("bench", "dot", "--missing", "--device", "h200").strip() == ""

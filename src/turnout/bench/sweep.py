@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from turnout.bench.timer import time_variants
-from turnout.routing.case import Case
+from turnout.routing.case import Case, outline
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
@@ -150,6 +150,14 @@ def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
 def missing(op: Op, case: Case, device: torch.device) -> bool:
     """Whether no table has the times of a case with the code as it is: the case is new, or what a route runs has changed."""
     return not Tables.for_device(Device.of(device)).has(op, op.problem(*op.arguments(*case.make(device, 0))))
+
+
+def absent_cases(op: Op, device: Device, only: str = "") -> list[Case]:
+    """The cases that no table has for a card that need not be here: new ones, and those whose kernels have changed."""
+    tables = Tables.for_device(device)
+    return [
+        case for case in op.cases() if only in str(case) and case.timed_on(device.type) and not tables.has(op, outline(op, case).problem)
+    ]
 
 
 def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:

@@ -38,6 +38,8 @@ def refuses(problem: Attention, device: Device, *, widest: int, dtypes: tuple[to
 
 def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
     yield from refuses(problem, device, widest=128)
+    if device.backend == "hip":
+        yield f"device {device.name}, this route needs an NVIDIA GPU"
     if device.capability is not None and device.capability[0] not in (8, 9, 10):
         yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.x, 9.x or 10.x"
     if problem.keys == 1:
