@@ -108,6 +108,8 @@ def reference(
         acc = F.silu(acc)
     if live is not None:
         acc = torch.where(live[:, None, None], acc, 0.0)
+    y = acc.to(x.dtype)
+    y = y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
 
     if cache_seqlens is None:
         moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]
@@ -118,14 +120,13 @@ def reference(
     else:
         moved = held
     if slots is None or live is None:
-        conv_state.copy_(moved)
+        conv_state.copy_(moved)  # last: what is read may overlap the state
     elif batch:
         # Padding must leave every state alone, so it repeats what the first live sequence writes, or what stands there if none is live.
         place = torch.arange(batch, device=x.device)
         own = torch.where(live, place, live.to(torch.uint8).argmax())
         conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], held[own]))
-    y = acc.to(x.dtype)
-    return y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
+    return y
 
 
 def _ring(cache_seqlens: Tensor, offsets: Tensor, dim: int, size: int) -> Tensor:

@@ -77,11 +77,12 @@ def reference(
         step = F.softplus(step)
     decay = torch.exp(step[..., None] * rates)
     moved = torch.addcmul(state.to(wide) * decay, (step * given)[..., None], B.to(wide)[:, None])
-    state.copy_(moved)
     y = (moved * C.to(wide)[:, None]).sum(-1)
     y = y if D is None else torch.addcmul(y, given, D.to(wide))
     y = y if z is None else y * F.silu(z.to(wide))
-    return y.to(x.dtype).reshape(-1).view(x.shape)  # the strides of a fresh tensor
+    y = y.to(x.dtype).reshape(-1).view(x.shape)  # the strides of a fresh tensor
+    state.copy_(moved)  # last: what is read may overlap the state
+    return y
 
 
 def work(problem: SelectiveScanUpdate) -> Work:

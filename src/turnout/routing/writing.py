@@ -1,0 +1,269 @@
+"""Ops that write into tensors of their caller: `out=`, a state, a cache. One rule for all of them, whatever route is taken.
+
+1. A tensor that is written must not overlap itself (expanded, unfolded) nor another one that is written: the call is
+   refused, as torch refuses it, and every tensor stays as it was.
+2. It may overlap what is read. Then the reference takes the call: it reads everything before it writes anything. A
+   route that can work in place says so (`in_place=("x",)`); it then takes calls where the two are the same memory with
+   the same strides. A pinned route that cannot is refused.
+3. Where gradients are wanted, the reference takes the call, and autograd's own rules hold: leaves that require grad are
+   refused, and gradients pass as they do through `Tensor.copy_`.
+4. The version of what is written goes up before a route runs, so that backward notices, as with torch's own ops.
+
+What follows from shapes and strides is decided once, when a call settles. The addresses are looked at in every call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.routing import settings
+from turnout.routing.choose import Refused
+
+if TYPE_CHECKING:
+    from turnout.routing.op import Op
+
+_MOST_STEPS = 100_000  # of one search for a shared address
+_MOST_DISTANCES = 256  # kept for one settled call
+
+_PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_increment_version: Callable[[Sequence[Tensor]], None] = torch._C._increment_version  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class WriteRefused(ValueError, RuntimeError):
+    """A call would write where it must not. Both kinds of error: torch raises RuntimeError for this, turnout's checks
+    of arguments raise ValueError."""
+
+
+class Layout(NamedTuple):
+    """Where the elements of a tensor lie, counted from the first: strides in elements, which are `itemsize` bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    @staticmethod
+    def of(x: Tensor) -> Layout:
+        return Layout(tuple(x.shape), x.stride(), x.element_size())
+
+    @property
+    def steps(self) -> list[tuple[int, int]]:
+        """For each axis along which memory changes, the step in bytes and how often it is taken at most."""
+        pairs = zip(self.shape, self.strides, strict=True)
+        return [(stride * self.itemsize, size - 1) for size, stride in pairs if size > 1 and stride]
+
+    @property
+    def bytes(self) -> int:
+        """From the first byte to the last."""
+        return 0 if 0 in self.shape else self.itemsize + sum(step * most for step, most in self.steps)
+
+
+def share_memory(a: Layout, b: Layout, distance: int) -> bool:
+    """Whether two tensors have a byte in common, when b begins `distance` bytes after a. Exact, for any strides.
+
+    >>> even = Layout((4,), (2,), 4)  # every second element of eight
+    >>> share_memory(even, even, 4), share_memory(even, even, 8)
+    (False, True)
+    """
+    if not a.bytes or not b.bytes or not -b.bytes < distance < a.bytes:
+        return False
+    # An element of a begins at a sum of a's steps, one of b at `distance` plus a sum of b's. Counting b's steps from
+    # its last element instead makes it one sum, which is to fall into a range.
+    end = distance + sum(step * most for step, most in b.steps)
+    return _reaches([*a.steps, *b.steps], end - (a.itemsize - 1), end + (b.itemsize - 1))
+
+
+def overlaps_itself(layout: Layout) -> bool:
+    """Whether two elements of a tensor lie in one place. Exact, for any strides.
+
+    >>> overlaps_itself(Layout((3, 4), (1, 3), 4)), overlaps_itself(Layout((3, 4), (1, 2), 4))
+    (False, True)
+    """
+    if 0 in layout.shape:
+        return False
+    if any(size > 1 and stride == 0 for size, stride in zip(layout.shape, layout.strides, strict=True)):
+        return True
+    steps = sorted(layout.steps, reverse=True)
+    for i, (step, most) in enumerate(steps):
+        # Two such elements differ along some axes. The one of the longest step among these differs by 1 to `most`, and
+        # the others, by up to `n` either way, make up for it. Counting these from -n gives sums of positive numbers.
+        others = steps[i + 1 :]
+        end = sum(other * n for other, n in others) - step
+        if end >= 0 and _reaches([(step, most - 1), *((other, 2 * n) for other, n in others)], end, end):
+            return True
+    return False
+
+
+def _reaches(steps: list[tuple[int, int]], lowest: int, highest: int) -> bool:
+    """Whether some sum of steps, each taken 0 to so many times, is in a range. True where that takes too long to say."""
+    merged: list[tuple[int, int]] = []
+    for step, most in sorted(steps):
+        # A step that is a multiple of a shorter one, and no longer than all of those together, only adds more of them.
+        if merged and step % merged[-1][0] == 0 and step // merged[-1][0] <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], merged[-1][1] + step // merged[-1][0] * most)
+        else:
+            merged.append((step, most))
+    steps = merged[::-1]
+    farthest, divisor = [0], [0]
+    for step, most in merged:
+        farthest.append(farthest[-1] + step * most)
+        divisor.append(gcd(divisor[-1], step))
+    farthest.reverse()
+    divisor.reverse()
+    left = _MOST_STEPS
+
+    def search(i: int, lowest: int, highest: int) -> bool:
+        nonlocal left
+        if lowest <= 0 <= highest:
+            return True
+        if highest < 0 or lowest > farthest[i] or highest // divisor[i] * divisor[i] < lowest:
+            return False
+        step, most = steps[i]
+        fewest = max(0, -((farthest[i + 1] - lowest) // step))
+        for taken in range(min(most, highest // step), fewest - 1, -1):
+            left -= 1
+            if left < 0 or search(i + 1, lowest - taken * step, highest - taken * step):
+                return True
+        return False
+
+    return search(0, lowest, highest)
+
+
+def refuse_self_overlap(op: Op, args: tuple) -> None:
+    """Raise where a tensor that the op writes overlaps itself."""
+    for name, x in _written(op, args):
+        if overlaps_itself(Layout.of(x)):
+            raise WriteRefused(
+                f"turnout.{op.name}: {name} is {list(x.shape)} with strides {list(x.stride())}, so that some of its "
+                f"elements share memory; it is written to, so each needs a place of its own: pass {name}.clone()"
+            )
+
+
+def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
+    """The reference, with what is asked before it may write, for calls with the facts of these arguments."""
+    refuse_self_overlap(op, args)
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
+    if len(_written(op, args)) < 2 and not wants_grad:
+        return op.reference
+
+    def run(*args: Any) -> Any:
+        written = _written(op, args)
+        for i, (name, x) in enumerate(written):
+            if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+                raise WriteRefused(
+                    f"turnout.{op.name}: {name} is a leaf that requires grad, and gradients are enabled; it is written "
+                    f"to, so it needs to be a tensor without grad, or the call to be under torch.no_grad()"
+                )
+            for other, y in written[i + 1 :]:
+                if _have_addresses(x, y) and share_memory(Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()):
+                    raise _both_written(op, name, other)
+        return op.reference(*args)
+
+    return run
+
+
+def _have_addresses(*tensors: Tensor) -> bool:
+    """Whether tensors are memory of their own, rather than a subclass's or a transform's."""
+    return _functorch_level() is None and all(type(x) in _PLAIN_TENSORS for x in tensors)
+
+
+def _written(op: Op, args: tuple) -> list[tuple[str, Tensor]]:
+    pairs = zip(op.signature.parameters, args, strict=True)
+    return [(name, x) for name, x in pairs if name in op.mutates and isinstance(x, Tensor)]
+
+
+def _both_written(op: Op, name: str, other: str) -> WriteRefused:
+    return WriteRefused(
+        f"turnout.{op.name}: {name} and {other} overlap and both are written to; each needs memory of its own: pass {other}.clone()"
+    )
+
+
+class Pair(NamedTuple):
+    """A tensor that is written and another one, by their places among the arguments, and how both lie in memory."""
+
+    written: int
+    other: int
+    layouts: tuple[Layout, Layout]
+    in_place: bool  # the two may be the same memory, element by element
+
+
+def route_run(op: Op, run: Callable[..., Any], like: tuple, in_place: Sequence[str], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """A route that writes, for calls with the facts of `like`: before each run it looks at the addresses and counts up
+    the versions. Where what the route reads overlaps what it writes, `reference` runs instead. For plain tensors."""
+    names = tuple(op.signature.parameters)
+    layouts = {i: Layout.of(x) for i, x in enumerate(like) if isinstance(x, Tensor)}
+    written = tuple(i for i in layouts if names[i] in op.mutates)
+    pairs = [
+        Pair(i, j, (layouts[i], layouts[j]), names[j] in in_place and layouts[i] == layouts[j])
+        for i in written for j in layouts if j not in written or j > i
+    ]  # fmt: skip
+    known: dict[tuple[Pair, int], bool] = {}
+
+    def share(pair: Pair, distance: int) -> bool:
+        shared = known.get((pair, distance))
+        if shared is None:
+            if len(known) >= _MOST_DISTANCES:
+                known.clear()
+            shared = known[pair, distance] = share_memory(*pair.layouts, distance)
+        return shared
+
+    def where_ranges_meet(*args: Any) -> Any:
+        """Some addresses are near each other: other elements of one buffer, say, or the same ones."""
+        read_and_written: Pair | None = None
+        for pair in pairs:
+            distance = args[pair.other].data_ptr() - args[pair.written].data_ptr()
+            if (pair.in_place and distance == 0) or not share(pair, distance):
+                continue
+            if pair.other in written:
+                raise _both_written(op, names[pair.written], names[pair.other])
+            read_and_written = pair
+        if read_and_written is not None:
+            pin = settings.current().pins.get(op.name)
+            if pin is None:
+                return reference(*args)
+            into, read = names[read_and_written.written], names[read_and_written.other]
+            raise Refused(
+                f"{op.name} is pinned to {pin!r}, which refuses this call: {read} overlaps {into}, "
+                f"this route needs an {into} with memory of its own"
+            )
+        if any(args[i].is_inference() for i in written) and not torch.is_inference_mode_enabled():
+            return reference(*args)
+        _increment_version([args[i] for i in written])
+        return run(*args)
+
+    make = _written_out(op.name, names, written, tuple((pair.written, pair.other) for pair in pairs))
+    sizes = [layouts[i].bytes if i in layouts else 0 for i in range(len(names))]
+    return make(run, reference, where_ranges_meet, _increment_version, torch.is_inference_mode_enabled, *sizes)
+
+
+@functools.lru_cache(256)
+def _written_out(
+    op: str, names: tuple[str, ...], written: tuple[int, ...], pairs: tuple[tuple[int, int], ...]
+) -> Callable[..., Callable[..., Any]]:
+    """What makes a `route_run`, written out for the tensors of a call: a loop over them would take several times as
+    long. To fetch an address takes 50 ns."""
+    arguments = ", ".join(names)
+    present = dict.fromkeys(names[i] for i in (*written, *(i for pair in pairs for i in pair)))
+    addresses = "; ".join(f"{name}_at = {name}.data_ptr()" for name in present)
+    near = [f"-{names[j]}_bytes < {names[j]}_at - {names[i]}_at < {names[i]}_bytes" for i, j in pairs]
+    source = f"""
+def make(run, reference, where_ranges_meet, increment_version, in_inference_mode, {", ".join(f"{n}_bytes" for n in names)}):
+    def {op}({arguments}):
+        {addresses}
+        if {" or ".join(near) or "False"}:
+            return where_ranges_meet({arguments})
+        if ({" or ".join(f"{names[i]}.is_inference()" for i in written)}) and not in_inference_mode():
+            return reference({arguments})  # torch says why not
+        increment_version(({"".join(f"{names[i]}, " for i in written)}))
+        return run({arguments})
+    return {op}
+"""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    return scope["make"]
