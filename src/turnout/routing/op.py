@@ -20,6 +20,7 @@ from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Verdict, choose
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
+from turnout.routing.driving import PLAIN_TENSORS, driver
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -32,7 +33,6 @@ OPS: dict[str, Op] = {}
 _watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
-_PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _MOST_REMEMBERED = 4096
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
@@ -238,28 +238,16 @@ class Op:
         """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
         subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
         reference does not pay for it. Where `route` is given, a launch that fails is followed by the next route."""
-        reference, minds_autocast = self.reference, self.autocast == "reference"
-        places = [i for i, x in enumerate(like) if isinstance(x, Tensor)]
-        device, may_be_conjugate = like[places[0]].device, any(like[i].is_complex() for i in places)
-        if self.mutates:
-            reference = writing.reference_run(self, like)
-            run = writing.route_run(self, run, like, () if route is None else route.in_place, reference)
+        writes = writing.Writes(self, like, () if route is None else route.in_place) if self.mutates else None
+        reference = writing.reference_run(self, like) if self.mutates else self.reference
 
-        def drive(*args: Any) -> Any:
-            if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
-                return reference(*args)
-            for i in places:
-                x = args[i]
-                if type(x) not in _PLAIN_TENSORS or x.is_neg() or x.device != device or (may_be_conjugate and x.is_conj()):
-                    return reference(*args)
-            try:
-                return run(*args)
-            except Exception as failure:
-                if route is None or failures.kind_of(failure) is None:
-                    raise
-                return self._fall_through(route, failure, args)
+        def failed(failure: Exception, *args: Any) -> Any:
+            if route is None or failures.kind_of(failure) is None:
+                raise failure
+            return self._fall_through(route, failure, args)
 
-        return drive
+        names, minds_autocast = tuple(self.signature.parameters), self.autocast == "reference"
+        return driver(self.name, names, like, run, reference, failed, minds_autocast=minds_autocast, writes=writes)
 
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
@@ -324,7 +312,7 @@ class Op:
             raise failure
         if self.failed.is_news(route.name, failure):
             said = f"route {route.name!r} failed at launch: {failures.in_words(failure)}; taking the next one"
-            warnings.warn(f"turnout.{self.name}: {said}", TurnoutWarning, stacklevel=5)
+            warnings.warn(f"turnout.{self.name}: {said}", TurnoutWarning, stacklevel=6)
         return self(*args)
 
 
@@ -410,7 +398,7 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
 
 def _as_given(args: tuple) -> bool:
     """Whether arguments are tensors that can be computed with here and now: no transform, no mode, no tensor subclass."""
-    plain = all(type(x) in _PLAIN_TENSORS for x in args if isinstance(x, Tensor))
+    plain = all(type(x) in PLAIN_TENSORS for x in args if isinstance(x, Tensor))
     return plain and _functorch_level() is None and not _count_modes()
 
 

@@ -9,12 +9,11 @@
    refused, and gradients pass as they do through `Tensor.copy_`.
 4. The version of what is written goes up before a route runs, so that backward notices, as with torch's own ops.
 
-What follows from shapes and strides is decided once, when a call settles. The addresses are looked at in every call.
+What follows from shapes and strides is decided once, when a call settles. Addresses are looked at in every call (`driving`).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +32,6 @@ _MOST_DISTANCES = 256  # kept for one settled call
 
 _PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-_increment_version: Callable[[Sequence[Tensor]], None] = torch._C._increment_version  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class WriteRefused(ValueError, RuntimeError):
@@ -193,77 +191,50 @@ class Pair(NamedTuple):
     in_place: bool  # the two may be the same memory, element by element
 
 
-def route_run(op: Op, run: Callable[..., Any], like: tuple, in_place: Sequence[str], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """A route that writes, for calls with the facts of `like`: before each run it looks at the addresses and counts up
-    the versions. Where what the route reads overlaps what it writes, `reference` runs instead. For plain tensors."""
-    names = tuple(op.signature.parameters)
-    layouts = {i: Layout.of(x) for i, x in enumerate(like) if isinstance(x, Tensor)}
-    written = tuple(i for i in layouts if names[i] in op.mutates)
-    pairs = [
-        Pair(i, j, (layouts[i], layouts[j]), names[j] in in_place and layouts[i] == layouts[j])
-        for i in written for j in layouts if j not in written or j > i
-    ]  # fmt: skip
-    known: dict[tuple[Pair, int], bool] = {}
+class Writes:
+    """What a route writes, for calls with the facts of `like`: the pairs of tensors whose addresses are to be looked at.
 
-    def share(pair: Pair, distance: int) -> bool:
-        shared = known.get((pair, distance))
-        if shared is None:
-            if len(known) >= _MOST_DISTANCES:
-                known.clear()
-            shared = known[pair, distance] = share_memory(*pair.layouts, distance)
-        return shared
+    `driving` compares the ranges of the addresses in every call, and asks `overlap` where two of them meet.
+    """
 
-    def where_ranges_meet(*args: Any) -> Any:
-        """Some addresses are near each other: other elements of one buffer, say, or the same ones."""
-        read_and_written: Pair | None = None
-        for pair in pairs:
+    def __init__(self, op: Op, like: tuple, in_place: Sequence[str]):
+        self.op, self.names = op, tuple(op.signature.parameters)
+        layouts = {i: Layout.of(x) for i, x in enumerate(like) if isinstance(x, Tensor)}
+        self.written = tuple(i for i in layouts if self.names[i] in op.mutates)
+        self.pairs = [
+            Pair(i, j, (layouts[i], layouts[j]), self.names[j] in in_place and layouts[i] == layouts[j])
+            for i in self.written for j in layouts if j not in self.written or j > i
+        ]  # fmt: skip
+        self.bytes = [layouts[i].bytes if i in layouts else 0 for i in range(len(self.names))]
+        self._known: dict[tuple[int, int, int], bool] = {}  # by the places of a pair and the distance of their addresses
+
+    def overlap(self, *args: Any) -> bool:
+        """Whether the route would read what it writes, so that the reference is to take the call. Raises where two
+        tensors that are written overlap, and where the route is pinned."""
+        overlapping: Pair | None = None
+        for pair in self.pairs:
             distance = args[pair.other].data_ptr() - args[pair.written].data_ptr()
-            if (pair.in_place and distance == 0) or not share(pair, distance):
+            if (pair.in_place and distance == 0) or not self._share(pair, distance):
                 continue
-            if pair.other in written:
-                raise _both_written(op, names[pair.written], names[pair.other])
-            read_and_written = pair
-        if read_and_written is not None:
-            pin = settings.current().pins.get(op.name)
-            if pin is None:
-                return reference(*args)
-            into, read = names[read_and_written.written], names[read_and_written.other]
-            raise Refused(
-                f"{op.name} is pinned to {pin!r}, which refuses this call: {read} overlaps {into}, "
-                f"this route needs an {into} with memory of its own"
-            )
-        if any(args[i].is_inference() for i in written) and not torch.is_inference_mode_enabled():
-            return reference(*args)
-        _increment_version([args[i] for i in written])
-        return run(*args)
+            if pair.other in self.written:
+                raise _both_written(self.op, self.names[pair.written], self.names[pair.other])
+            overlapping = pair
+        if overlapping is None:
+            return False
+        pin = settings.current().pins.get(self.op.name)
+        if pin is None:
+            return True
+        into, read = self.names[overlapping.written], self.names[overlapping.other]
+        raise Refused(
+            f"{self.op.name} is pinned to {pin!r}, which refuses this call: {read} overlaps {into}, "
+            f"this route needs {read} and {into} apart from each other"
+        )
 
-    make = _written_out(op.name, names, written, tuple((pair.written, pair.other) for pair in pairs))
-    sizes = [layouts[i].bytes if i in layouts else 0 for i in range(len(names))]
-    return make(run, reference, where_ranges_meet, _increment_version, torch.is_inference_mode_enabled, *sizes)
-
-
-@functools.lru_cache(256)
-def _written_out(
-    op: str, names: tuple[str, ...], written: tuple[int, ...], pairs: tuple[tuple[int, int], ...]
-) -> Callable[..., Callable[..., Any]]:
-    """What makes a `route_run`, written out for the tensors of a call: a loop over them would take several times as
-    long. To fetch an address takes 50 ns."""
-    arguments = ", ".join(names)
-    present = dict.fromkeys(names[i] for i in (*written, *(i for pair in pairs for i in pair)))
-    addresses = "; ".join(f"{name}_at = {name}.data_ptr()" for name in present)
-    near = [f"-{names[j]}_bytes < {names[j]}_at - {names[i]}_at < {names[i]}_bytes" for i, j in pairs]
-    source = f"""
-def make(run, reference, where_ranges_meet, increment_version, in_inference_mode, {", ".join(f"{n}_bytes" for n in names)}):
-    def {op}({arguments}):
-        {addresses}
-        if {" or ".join(near) or "False"}:
-            return where_ranges_meet({arguments})
-        if ({" or ".join(f"{names[i]}.is_inference()" for i in written)}) and not in_inference_mode():
-            return reference({arguments})  # torch says why not
-        increment_version(({"".join(f"{names[i]}, " for i in written)}))
-        return run({arguments})
-    return {op}
-"""
-    scope: dict[str, Any] = {}
-    exec(source, scope)
-    return scope["make"]
+    def _share(self, pair: Pair, distance: int) -> bool:
+        key = (pair.written, pair.other, distance)
+        shared = self._known.get(key)
+        if shared is None:
+            if len(self._known) >= _MOST_DISTANCES:
+                self._known.clear()
+            shared = self._known[key] = share_memory(*pair.layouts, distance)
+        return shared
