@@ -87,14 +87,14 @@ class FailedRoutes:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._calls: dict[Hashable, dict[str, _Failure]] = {}
         self._announced: set[tuple[str, Kind | None]] = set()
-        self._lock, self._clock = threading.Lock(), clock
+        self._lock, self.now = threading.Lock(), clock
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def add(self, route: str, call: Hashable, failure: BaseException) -> None:
         """Remember that a route failed at launch."""
-        now, why = self._clock(), f"failed at launch: {in_words(failure)}"
+        now, why = self.now(), f"failed at launch: {in_words(failure)}"
         with self._lock:
             routes = self._calls.pop(call, {})  # put back at the end: the newest
             wait, again = FIRST_WAIT, None
@@ -109,12 +109,12 @@ class FailedRoutes:
 
     def reasons(self, call: Hashable) -> dict[str, str]:
         """Why routes are not to be tried for a call now, by route."""
-        now, failures = self._clock(), self._calls.get(call, {})
+        now, failures = self.now(), self._calls.get(call, {})
         return {route: f.why for route, f in failures.items() if f.again is None or f.again > now}
 
     def next_try(self, call: Hashable) -> float | None:
         """When the next of the routes that wait for memory is to be tried for a call; None where none waits."""
-        now, failures = self._clock(), self._calls.get(call, {})
+        now, failures = self.now(), self._calls.get(call, {})
         return min((f.again for f in failures.values() if f.again is not None and f.again > now), default=None)
 
     def is_news(self, route: str, failure: BaseException) -> bool:

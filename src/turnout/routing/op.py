@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
 import inspect
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ OPS: dict[str, Op] = {}
 _watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
-_MOST_REMEMBERED = 4096
+_MOST_REMEMBERED = 4096  # calls, of all ops together
+_remembered: collections.deque[tuple[dict, tuple]] = collections.deque()  # the oldest first: an op's memo and the facts
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
@@ -197,9 +198,11 @@ class Op:
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
             # not remembered: the facts of a meta tensor are those of a CPU tensor
             return self._reference_run(args)(*args)
-        if len(self.memo) >= _MOST_REMEMBERED:
-            self.memo.clear()
         run = self.memo[facts] = self._chosen(args)
+        _remembered.append((self.memo, facts))
+        if len(_remembered) > _MOST_REMEMBERED:
+            memo, oldest = _remembered.popleft()
+            memo.pop(oldest, None)
         return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
@@ -224,10 +227,10 @@ class Op:
         return writing.reference_run(self, args) if self.mutates else self.builtin or self.reference
 
     def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Choose anew from then on (`time.monotonic`): a route for which memory was missing is tried again."""
+        """Choose anew from then on: a route for which memory was missing is tried again."""
 
         def call(*args: Any) -> Any:
-            if time.monotonic() < end:
+            if self.failed.now() < end:
                 return run(*args)
             self.memo.clear()
             return self(*args)
@@ -404,6 +407,7 @@ def _as_given(args: tuple) -> bool:
 
 def forget_choices() -> None:
     """Drop every remembered choice: a table changed, or a route failed."""
+    _remembered.clear()
     for op in OPS.values():
         op.memo.clear()
 
