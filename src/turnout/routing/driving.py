@@ -93,7 +93,7 @@ def make(run, reference, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_be
 
 
 def _before_writing(form: Form) -> str:
-    """Overlap is left to the reference. So are tensors of inference mode outside it: torch says why it cannot be."""
+    """Overlap is left to the reference. So are tensors of inference mode outside it, which it refuses."""
     names, arguments = form.names, ", ".join(form.names)
     meet = [f"{names[j]}_before < {names[j]}.data_ptr() - {names[i]}_at < {names[i]}_bytes" for i, j in form.pairs]
     frozen = " or ".join(f"{names[i]}.is_inference()" for i in form.written)

@@ -146,24 +146,39 @@ def refuse_self_overlap(op: Op, args: tuple) -> None:
 def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
     """The reference, with what is asked before it may write, for calls with the facts of these arguments."""
     refuse_self_overlap(op, args)
-    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
-    if len(_written(op, args)) < 2 and not wants_grad:
-        return op.reference
+    reference, names = op.reference, list(op.signature.parameters)
+    written = [names.index(name) for name, _ in _written(op, args)]
+    if not written:
+        return reference
+    first, wants_grad = written[0], torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
+    always = wants_grad or len(written) > 1
 
     def run(*args: Any) -> Any:
-        written = _written(op, args)
-        for i, (name, x) in enumerate(written):
-            if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-                raise WriteRefused(
-                    f"turnout.{op.name}: {name} is a leaf that requires grad, and gradients are enabled; it is written "
-                    f"to, so it needs to be a tensor without grad, or the call to be under torch.no_grad()"
-                )
-            for other, y in written[i + 1 :]:
-                if _have_addresses(x, y) and share_memory(Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()):
-                    raise _both_written(op, name, other)
-        return op.reference(*args)
+        if always or args[first].is_inference():
+            _refuse_writing(op, args)
+        return reference(*args)
 
     return run
+
+
+def _refuse_writing(op: Op, args: tuple) -> None:
+    """Raise where a tensor must not be written for another reason than its layout. torch looks for tensors of inference
+    mode only after it has written."""
+    written = _written(op, args)
+    for i, (name, x) in enumerate(written):
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise WriteRefused(
+                f"turnout.{op.name}: {name} is a tensor of inference mode, which is off; it is written to, so it needs "
+                f"to be another one, or the call to be under torch.inference_mode(): pass {name}.clone()"
+            )
+        if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+            raise WriteRefused(
+                f"turnout.{op.name}: {name} is a leaf that requires grad, and gradients are enabled; it is written to, "
+                "so it needs to be a tensor without grad, or the call to be under torch.no_grad()"
+            )
+        for other, y in written[i + 1 :]:
+            if _have_addresses(x, y) and share_memory(Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()):
+                raise _both_written(op, name, other)
 
 
 def _have_addresses(*tensors: Tensor) -> bool:
