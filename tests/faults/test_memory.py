@@ -20,8 +20,8 @@ from turnout.models import patch
 from turnout.ops import numba_cache
 from turnout.routing import settings
 
-CALLS = int(os.environ.get("TURNOUT_CALLS", "8000"))
-SETTLED = min(10_000, CALLS * 5 // 8)  # calls after which all that is bounded is full
+CALLS = int(os.environ.get("TURNOUT_CALLS", "6000"))
+SETTLED = min(10_000, CALLS * 3 // 4)  # calls after which all that is bounded is full
 MOST_MIB = 5.0
 
 

@@ -236,6 +236,26 @@ def test_a_pinned_route_refuses_overlap():
     assert torch.equal(x, before)
 
 
+def test_final_states_out_is_refused_or_written():
+    from turnout.compat.causal_conv1d import causal_conv1d_fn
+
+    x, weight = torch.randn(2, 3, 8), torch.randn(3, 4)
+    _, expected = causal_conv1d_fn(x, weight, return_final_states=True)
+    memory = torch.zeros(2, 3, 5)
+    _, out = causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=memory[..., 2:])
+    assert torch.equal(memory[..., 2:], expected)
+    assert out.data_ptr() == memory[..., 2:].data_ptr()
+    for refused, message in (
+        (torch.zeros(1, 3, 3).expand(2, 3, 3), "share memory"),
+        (torch.zeros(40).as_strided((2, 3, 3), (6, 1, 1)), "share memory"),
+        (torch.zeros(2, 3, 3, requires_grad=True), "is a leaf that requires grad"),
+        (torch.zeros(4, 2, 3, 3), "it needs to be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            causal_conv1d_fn(x, weight, return_final_states=True, final_states_out=refused)
+        assert not refused.any()
+
+
 # Versions, leaves, gradients, inference mode
 
 

@@ -133,14 +133,41 @@ def _reaches(steps: list[tuple[int, int]], lowest: int, highest: int) -> bool:
     return search(0, lowest, highest)
 
 
+def refuse_write(call: str, name: str, x: Tensor) -> None:
+    """Raise where argument `name` of a function must not be written. torch's `copy_` misses some of this, and looks for
+    tensors of inference mode only after it has written.
+
+    >>> refuse_write("turnout.f", "out", torch.zeros(1, 3).expand(2, 3))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    turnout.routing.writing.WriteRefused: turnout.f: out is [2, 3] with strides [0, 1], so that some of its elements ...
+    """
+    if overlaps_itself(Layout.of(x)):
+        raise WriteRefused(
+            f"{call}: {name} is {list(x.shape)} with strides {list(x.stride())}, so that some of its elements share "
+            f"memory; it is written to, so each needs a place of its own: pass {name}.clone()"
+        )
+    _refuse_state(call, name, x)
+
+
+def _refuse_state(call: str, name: str, x: Tensor) -> None:
+    """What does not follow from the facts of a call."""
+    if x.is_inference() and not torch.is_inference_mode_enabled():
+        raise WriteRefused(
+            f"{call}: {name} is a tensor of inference mode, which is off; it is written to, so it needs to be another "
+            f"one, or the call to be under torch.inference_mode(): pass {name}.clone()"
+        )
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
+        raise WriteRefused(
+            f"{call}: {name} is a leaf that requires grad, and gradients are enabled; it is written to, so it needs to "
+            "be a tensor without grad, or the call to be under torch.no_grad()"
+        )
+
+
 def refuse_self_overlap(op: Op, args: tuple) -> None:
     """Raise where a tensor that the op writes overlaps itself."""
     for name, x in _written(op, args):
         if overlaps_itself(Layout.of(x)):
-            raise WriteRefused(
-                f"turnout.{op.name}: {name} is {list(x.shape)} with strides {list(x.stride())}, so that some of its "
-                f"elements share memory; it is written to, so each needs a place of its own: pass {name}.clone()"
-            )
+            refuse_write(f"turnout.{op.name}", name, x)
 
 
 def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
@@ -162,20 +189,10 @@ def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
 
 
 def _refuse_writing(op: Op, args: tuple) -> None:
-    """Raise where a tensor must not be written for another reason than its layout. torch looks for tensors of inference
-    mode only after it has written."""
+    """Raise where a tensor must not be written for another reason than its layout."""
     written = _written(op, args)
     for i, (name, x) in enumerate(written):
-        if x.is_inference() and not torch.is_inference_mode_enabled():
-            raise WriteRefused(
-                f"turnout.{op.name}: {name} is a tensor of inference mode, which is off; it is written to, so it needs "
-                f"to be another one, or the call to be under torch.inference_mode(): pass {name}.clone()"
-            )
-        if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
-            raise WriteRefused(
-                f"turnout.{op.name}: {name} is a leaf that requires grad, and gradients are enabled; it is written to, "
-                "so it needs to be a tensor without grad, or the call to be under torch.no_grad()"
-            )
+        _refuse_state(f"turnout.{op.name}", name, x)
         for other, y in written[i + 1 :]:
             if _have_addresses(x, y) and share_memory(Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()):
                 raise _both_written(op, name, other)

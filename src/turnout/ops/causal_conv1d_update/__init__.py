@@ -181,7 +181,8 @@ def causal_conv1d_update(
 
     `cache_seqlens` `[B]`: the state is a ring, the next position is written at `cache_seqlens % S`. `conv_state_indices` `[B]`: sequence b
     keeps its state in slot `conv_state_indices[b]` of a larger conv_state; a negative one is padding, its output is 0 and no state changes.
-    Slots of one call must differ. There is no backward: the state is overwritten.
+    Slots of one call must differ. The state may overlap what is read: all of that is read first. Where gradients are wanted, the reference
+    runs, and autograd's rules for in-place operations hold.
 
     >>> import torch, turnout
     >>> state = torch.tensor([[[3.0, 4.0]]])

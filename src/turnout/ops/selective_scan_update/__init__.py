@@ -126,8 +126,9 @@ def selective_scan_update(
 
     x, dt, z: `[batch, channels]`, any strides; state: `[batch, channels, states]`; A: `[channels, states]`; B, C: `[batch, states]`; D,
     dt_bias: `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the softplus of that. With `log_rates` A is what models keep,
-    the logarithm of `-A`. Sums are in float32 (float64 for float64). Returns y like x, contiguous. There is no backward: the state is
-    overwritten.
+    the logarithm of `-A`. Sums are in float32 (float64 for float64). Returns y like x, contiguous. The state may
+    overlap what is read: all of that is read first. Where gradients are wanted, the reference runs, and autograd's rules for in-place
+    operations hold.
 
     >>> import torch
     >>> from turnout.ops.selective_scan_update import selective_scan_update
