@@ -150,6 +150,7 @@ def bench(
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
     tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
     export: Annotated[Path | None, typer.Option(help="With --tune: also write what was found into this table to ship.")] = None,
+    peers: Annotated[bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")] = True,
     json: Json = False,
 ) -> None:  # fmt: skip
     """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
@@ -183,7 +184,7 @@ def bench(
         found = []
         with errors.status(f"{known.name}: looking for cases"):
             cases = [case for case in sweep.timed(known, where, only) if not missing or sweep.missing(known, case, where)]
-        steps = sweep.sweep(known, cases, where, ceiling, seconds=seconds, tuned=entries)
+        steps = sweep.sweep(known, cases, where, ceiling, seconds=seconds, tuned=entries, with_peers=peers)
         for row in track(steps, known.name, total=len(cases), console=errors, disable=json):
             found.append(row)
             if path is not None:

@@ -49,7 +49,7 @@ def test_measuring_leaves_the_arguments_as_they_are(op):
 @gpu_routes
 def test_random_layouts_are_exact(op, route):
     """Every call may be a kernel of its own to compile, hence the limit."""
-    taken, end = 0, time.monotonic() + 15
+    taken, end = 0, time.monotonic() + 8
     device = Device.of(GPU)
     for seed in range(2000):
         if taken > 5 and (taken == 80 or time.monotonic() > end):
@@ -66,7 +66,7 @@ def test_random_layouts_are_exact(op, route):
 @launching_routes
 def test_nan_and_inf_pass_through(op, route):
     """Through the kernels that are ours."""
-    taken, end = 0, time.monotonic() + 10
+    taken, end = 0, time.monotonic() + 5
     device = Device.of(GPU)
     for seed in range(2000):
         if taken > 2 and time.monotonic() > end:
@@ -92,13 +92,19 @@ def usable_call(op, route):
     raise AssertionError("no call found")
 
 
+def launching_first(op):
+    """The first route of an op that launches kernels of ours; else the first of all."""
+    return next((route for route in op.routes.values() if route.kernels), next(iter(op.routes.values())))
+
+
 @gpu_routes
 def test_pinned_under_opcheck_compile_and_gradients(op, route):
     args = usable_call(op, route)
     with turnout.pin(**{op.name: route.name}):
         torch.library.opcheck(op.opaque, args)
         torch.compiler.reset()
-        compiled = torch.compile(lambda *a: op(*a), fullgraph=True)
+        backend = "inductor" if route is launching_first(op) else "aot_eager"  # inductor: one route of each op, it takes long
+        compiled = torch.compile(lambda *a: op(*a), fullgraph=True, backend=backend)
         assert equal(op, compiled, args)
         if op.mutates:
             return

@@ -130,3 +130,12 @@ def test_tune_what_a_model_calls(tmp_path):
 def test_bench_router():
     told = json.loads(turnout("bench", "router", "--json"))
     assert set(told["dot"]) == {"torch_us", "turnout_us", "added_us"}
+
+
+def test_the_small_calls_of_bench_router_are_cases():
+    """They are timed on a GPU only; a case that was renamed would be noticed there only."""
+    from turnout.bench import router
+    from turnout.routing.op import OPS
+
+    for name, wanted in router._SMALL.items():
+        assert [str(case) for case in OPS[name].cases() if str(case) == wanted], name

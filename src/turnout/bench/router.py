@@ -1,4 +1,4 @@
-"""What the router adds to a call: microseconds in eager mode, and under torch.compile."""
+"""What the router adds to a call: microseconds in eager mode, and under torch.compile; on a GPU what the host takes to launch, too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from typing import Any
 import torch
 
 import turnout
+from turnout.routing.op import OPS
 
 _CALLS, _ROUNDS = 1000, 25
+_LAUNCHES = 200  # in a row: fewer than a card queues
+_SMALL = {  # calls which take a card less time than its host takes to launch them
+    "norm_rope": "text 1x512x24x128 bfloat16",
+    "conv2d": "128x128 16->512 3x3 channels-last bfloat16",
+    "causal_conv1d_update": "step 1x5120 state 4 bfloat16",
+}
 
 
 def measure_router() -> dict[str, dict[str, float]]:
@@ -26,11 +33,23 @@ def measure_router() -> dict[str, dict[str, float]]:
         "matmul": _compare(torch.matmul, turnout.matmul, x, y),
         "dot, gradients wanted": _compare(torch.dot, turnout.dot, p, q),
         "dot, torch.compile": _compare(*compiled, a, b),
-    }
+    } | (_launches(torch.device("cuda")) if torch.cuda.is_available() else {})
 
 
-def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any) -> dict[str, float]:
-    samples = [(_per_call(theirs, args), _per_call(ours, args)) for _ in range(_ROUNDS + 2)][2:]
+@torch.no_grad()
+def _launches(device: torch.device) -> dict[str, dict[str, float]]:
+    """What the host takes for small calls on a GPU: those of the reference in plain PyTorch, and the routed ones."""
+    found = {}
+    for name, wanted in _SMALL.items():
+        op = OPS[name]
+        case = next(case for case in op.cases() if str(case) == wanted)
+        args = op.arguments(*case.make(device, 0))
+        found[f"{name} {wanted}, host"] = _compare(op.reference, op.call, *args, calls=_LAUNCHES)
+    return found
+
+
+def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, calls: int = _CALLS) -> dict[str, float]:
+    samples = [(_per_call(theirs, args, calls), _per_call(ours, args, calls)) for _ in range(_ROUNDS + 2)][2:]
     added = statistics.median(mine - their for their, mine in samples)
     return {
         "torch_us": round(statistics.median(s[0] for s in samples), 3),
@@ -39,8 +58,10 @@ def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any) -
     }
 
 
-def _per_call(run: Callable[..., Any], args: tuple) -> float:
+def _per_call(run: Callable[..., Any], args: tuple, calls: int) -> float:
+    if args[0].is_cuda:
+        torch.cuda.synchronize(args[0].device)
     before = time.perf_counter()
-    for _ in range(_CALLS):
+    for _ in range(calls):
         run(*args)
-    return 1e6 * (time.perf_counter() - before) / _CALLS
+    return 1e6 * (time.perf_counter() - before) / calls

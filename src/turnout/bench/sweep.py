@@ -50,8 +50,9 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 @torch.no_grad()
 def sweep_case(
-    op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float, tuned: list[Row] | None = None
-) -> dict[str, Any]:
+    op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float, tuned: list[Row] | None = None,
+    with_peers: bool = True,
+) -> dict[str, Any]:  # fmt: skip
     """One row: the call as it is routed, every route in the configuration it would get, and the peers. With `tuned`, the call is tuned
     first, and what both found of the routes is added to the list."""
     args = op.arguments(*case.make(device, 0))
@@ -77,7 +78,7 @@ def sweep_case(
             wrong[route.name] = why
     runs[REFERENCE] = op.reference
     module = importlib.import_module(op._cases)
-    peers = {f"peer:{name}": run for name, run in module.PEERS.items()}
+    peers = {f"peer:{name}": run for name, run in module.PEERS.items()} if with_peers else {}
     bounds = {f"bound:{name}": run for name, run in getattr(module, "BOUNDS", {}).items()}  # such as a plain copy of the same size
     why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
     if why is not None:
@@ -133,11 +134,12 @@ def versions(device_type: str) -> dict[str, str]:
 
 
 def sweep(
-    op: Op, cases: Sequence[Case], device: torch.device, ceiling: dict[str, float], *, seconds: float = 1.0, tuned: list[Row] | None = None
-) -> Iterator[dict[str, Any]]:
+    op: Op, cases: Sequence[Case], device: torch.device, ceiling: dict[str, float], *,
+    seconds: float = 1.0, tuned: list[Row] | None = None, with_peers: bool = True,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each case."""
     for case in cases:
-        yield sweep_case(op, case, device, ceiling, seconds, tuned)
+        yield sweep_case(op, case, device, ceiling, seconds, tuned, with_peers)
 
 
 def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:

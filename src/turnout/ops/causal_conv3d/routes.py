@@ -136,17 +136,16 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         why = problem.invalid()
         if why is None:
             yield from guards.refuses_anywhere(problem.padded, *guards.HALF_AND_SINGLE)
-            yield from kernel.refuses_on(causal_task(problem), device)
+            yield from kernel.refuses_on(kernel.widened(causal_task(problem)), device)
         else:
             yield why
 
     def cost(problem: CausalConv3d, device: Device) -> float | None:
-        seconds = kernel.seconds(causal_task(problem), device)
         around = costs.around(problem.convolution._replace(residual=None, padding=problem.padded.padding), device)
-        return None if seconds is None else max(kernels.HOST, seconds + around)
+        return kernel.cost(causal_task(problem), around, device)
 
     def configs(problem: CausalConv3d, device: Device) -> list[Config]:
-        return kernel.configs(causal_task(problem), device)
+        return kernel.configs(kernel.widened(causal_task(problem)), device)
 
     bind = functools.partial(causal_bound, kernel.launch) if kernel.hopper else None
     return {

@@ -1,6 +1,7 @@
 """Routes by our own GPU kernels, for all four ops: what they need, what they cost, and how a call reaches them.
 
 The kernels work channels last. What is not so is copied before, and the output is copied behind where torch's has channels first.
+Few channels of half precision, such as the three of a picture, are copied with zeros behind them where TMA could not read them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
 from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
@@ -27,6 +30,7 @@ from turnout.routing.op import Config
 _HERE = "turnout.ops.convolution"
 TRANSPOSE = f"{_HERE}.kernels:transpose"
 HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
+WIDENING_HOST = HOST + 30e-6  # and padding two tensors
 
 
 class Kernel(NamedTuple):
@@ -42,6 +46,18 @@ class Kernel(NamedTuple):
     def hopper(self) -> bool:
         return self.launch.short is not None
 
+    def widened(self, given: Task) -> Task:
+        """The task as it is launched: with channels up to a whole number of TMA's 16 bytes, which are zeros in a copy."""
+        extra = extra_channels(self.launch, given.x[1], given.dtype) if given.x[1] == given.weight[1] else 0
+        if not extra:
+            return given
+        (batch, channels, *size), (filters, _, *taps) = given.x, given.weight
+        x = (batch, channels + extra, *size)
+        cache = dense_strides((batch, channels + extra, given.cache, *size[1:]), LAST[5]) if given.cache_strides else None
+        return given._replace(
+            x=x, weight=(filters, channels + extra, *taps), x_strides=dense_strides(x, LAST[5]), cache_strides=cache
+        )  # fmt: skip
+
     def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
         yield from needs.needs_hopper(device) if self.hopper else needs.needs_triton(device)
         yield from self.refuses(given)
@@ -51,6 +67,15 @@ class Kernel(NamedTuple):
         arithmetic = self.arithmetic(given, device)
         bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
         return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, 0.8))
+
+    def cost(self, given: Task, around: float, device: Device) -> float | None:
+        """The seconds of a call: `around` is what moving tensors from and to other layouts takes."""
+        task = self.widened(given)
+        seconds = self.seconds(task, device)
+        if seconds is None or task is given:
+            return None if seconds is None else max(HOST, seconds + around)
+        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, 0.3)
+        return max(WIDENING_HOST, seconds + around + copied)
 
 
 def peak_of(given: Task, device: Device) -> float | None:
@@ -152,14 +177,13 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
         elif problem.dtype != problem.weight_dtype or problem.bias_dtype not in (None, problem.dtype):
             yield f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, this route needs the input's dtype"
         else:
-            yield from kernel.refuses_on(task_of(problem), device)
+            yield from kernel.refuses_on(kernel.widened(task_of(problem)), device)
 
     def cost(problem: Convolution, device: Device) -> float | None:
-        seconds = kernel.seconds(task_of(problem), device)
-        return None if seconds is None else max(HOST, seconds + costs.around(problem._replace(residual=None), device))
+        return kernel.cost(task_of(problem), costs.around(problem._replace(residual=None), device), device)
 
     def configs(problem: Convolution, device: Device) -> list[Config]:
-        return kernel.configs(task_of(problem), device)
+        return kernel.configs(kernel.widened(task_of(problem)), device)
 
     bind = functools.partial(convolution_bound, kernel.launch) if kernel.hopper else None
     return {
@@ -171,12 +195,24 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 # From tensors to a launch
 
 
+def extra_channels(launch: Launch, channels: int, dtype: torch.dtype) -> int:
+    """How many channels of zeros are put behind for a launch. (TF32 needs none: it is taken for channels in fours only.)"""
+    if launch is not GEMM_HOPPER or dtype not in (torch.float16, torch.bfloat16):
+        return 0
+    return -channels % (tma.ALIGNMENT // dtype.itemsize)
+
+
 def launched(
     launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
     pad_mode: str = "zeros",
 ) -> None:  # fmt: skip
     """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
+    extra = extra_channels(launch, input.shape[1], input.dtype)
+    if extra:
+        behind = (0, 0) * (input.dim() - 2) + (0, extra)
+        input, weight, cache = (None if t is None else pad(t, behind) for t in (input, weight, cache))  # pyright: ignore
+        input, weight, cache = (None if t is None else with_channels_last(t) for t in (input, weight, cache))  # pyright: ignore
     if straight(launch, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config):
         return
     precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"

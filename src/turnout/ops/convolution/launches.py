@@ -322,7 +322,7 @@ def planned(
     x, out, cache, residual, weight = held
     if launch.plan is None or launch.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
         return None
-    if not all(channels_last(*each) for each in (x, cache, residual) if each):
+    if x[0][1] * dtype.itemsize % tma.ALIGNMENT or not all(channels_last(*each) for each in (x, cache, residual) if each):
         return None
     filters, steps = as_clip(*weight)
     if not channels_last_steps(filters, steps)[1]:

@@ -60,12 +60,12 @@ def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
 
 def rows_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
     """About 64 channels and 8 elements for each of 256 threads, four such tiles in flight. More parts keep more of a card busy, but
-    every program that applies them reads them all."""
+    every program that applies them reads them all. In a large problem also other numbers are tried: ptxas 13.4 asks for the last of
+    four tiles only when the first has come, and for all of six at once."""
     together, each, _ = block_of(problem.shape[1], problem.groups, 64)
     rows = max(1, 2048 // (together * each))
-    return [
-        {"columns": together * each, "rows": rows, "unroll": 4, "waves": waves, "walks": 4, "warps": 8} for waves in waves_of(problem, 2)
-    ]
+    tried = ((4, 2), (4, 3), (4, 4), (6, 2), (6, 3)) if problem.elements >= LARGE else ((4, 2),)
+    return [{"columns": together * each, "rows": rows, "unroll": unroll, "waves": waves, "walks": 4, "warps": 8} for unroll, waves in tried]
 
 
 def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
