@@ -387,6 +387,27 @@ def test_overlap_under_fullgraph(name):
             torch.testing.assert_close(compiled, expected)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@writing_ops
+def test_gradients_under_fullgraph(op, dynamic, monkeypatch):
+    """As in plain torch, whatever route would be chosen without gradients, with known sizes and without."""
+    with injected(op, scribbling(op), monkeypatch) as ran:
+        [i] = written_places(op)
+        call, grads = simple_call(op), []
+
+        def step(*args):
+            op.call(*args)
+            return args[i] * 2
+
+        for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)):
+            args = copied(call)
+            leaf = args[0].requires_grad_()
+            run(*args).square().sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+        assert ran["route"] == 0
+
+
 # Failures
 
 

@@ -201,8 +201,9 @@ class Op:
         run = self.memo[facts] = self._chosen(args)
         _remembered.append((self.memo, facts))
         if len(_remembered) > _MOST_REMEMBERED:
-            memo, oldest = _remembered.popleft()
-            memo.pop(oldest, None)
+            with contextlib.suppress(IndexError):  # another thread may have forgotten them all
+                memo, oldest = _remembered.popleft()
+                memo.pop(oldest, None)
         return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
