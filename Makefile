@@ -39,10 +39,14 @@ compile-all: setup $(TRITONS:%=.tritons/%/.made)
 	$(RUN) -m pip install -q --no-deps --target .tritons/$* triton==$*
 	touch $@
 
-# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
+# The tests of faults in their long form, a line of counts for each: 500 signals of each kind to every CPU route,
+# 10,000 patterns of overlap to every op and CPU route that writes, 100,000 calls with ever new shapes.
 SIGNALS ?= 500
+PATTERNS ?= 10000
+CALLS ?= 100000
 fault-test: setup
-	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) $(RUN) -m pytest -q -s tests/faults
+	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) TURNOUT_PATTERNS=$(PATTERNS) TURNOUT_CALLS=$(CALLS) \
+		$(RUN) -m pytest -q -s tests/faults
 
 lint: setup
 	.venv/bin/ruff check .

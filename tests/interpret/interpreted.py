@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from tests.walk import CPU, H200, calls, equal, lets_pass, triton_routes
+from tests.walk import CPU, H200, LAUNCHING, calls, copy, equal, lets_pass, triton_routes
+from turnout.routing.writing import Layout, overlaps_itself
 
 SMALL = {"block": 64, "vectors": 4, "channels": 16, "groups": 2, "rows": 2}
 ENOUGH, SECONDS = 6, 1.5  # checks at least, and how long to go on for more
@@ -52,3 +53,31 @@ def test_nan_and_inf_pass_through(op, route):
         assert lets_pass(op, route.run, args) is None
         seen += 1
     assert seen
+
+
+IN_PLACE = [(op, route) for op, route in LAUNCHING if route.in_place]
+
+
+@pytest.mark.parametrize(("op", "route"), IN_PLACE, ids=[f"{op.name}-{route.name}" for op, route in IN_PLACE])
+def test_in_place(op, route):
+    """A route that says `in_place` is right where it writes the very elements that it reads."""
+    names = list(op.signature.parameters)
+    [name], [into] = route.in_place, op.mutates
+    seen, end = 0, time.monotonic() + SECONDS
+    for args in calls(op, route, CPU, H200, 40):
+        x = copy(args[names.index(name)])
+        same = list(args)
+        same[names.index(name)] = same[names.index(into)] = x
+        if not suits(same) or any(route.refuses(op.problem(*same), H200)) or overlaps_itself(Layout.of(x)):
+            continue
+        expected = copy(x)
+        apart = [*same[: names.index(into)], expected, *same[names.index(into) + 1 :]]
+        apart[names.index(name)] = copy(x)
+        op.reference(*apart)
+        small = {key: min(n, SMALL.get(key, n)) for key, n in next(iter(route.configs(op.problem(*same), H200))).items()}
+        route.run(*same, **small)
+        torch.testing.assert_close(x, expected, rtol=2e-3, atol=2e-3)
+        seen += 1
+        if seen > 3 and time.monotonic() > end:
+            break
+    assert seen > 3

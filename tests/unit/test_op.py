@@ -54,7 +54,7 @@ def test_a_route_that_fails_at_launch_falls_to_the_next_warns_once_and_is_rememb
 
 def test_all_routes_failing_leaves_the_reference(monkeypatch):
     for name in ("as-dot", "cpu-chunks"):
-        failing(monkeypatch, MATMUL, name, RuntimeError("broken"))
+        failing(monkeypatch, MATMUL, name, MemoryError("broken"))
     with pytest.warns(turnout.TurnoutWarning):
         assert turnout.matmul(*BIG).item() == 10_000_000
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from turnout.ops.causal_conv1d import causal_conv1d
 from turnout.ops.causal_conv1d_update import causal_conv1d_update as _update
+from turnout.routing.writing import refuse_write
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
@@ -33,6 +34,11 @@ def causal_conv1d_fn(
     tensor([[[1., 2., 2.],
              [1., 2., 2.]]])
     """
+    if return_final_states and final_states_out is not None and not torch.compiler.is_compiling():
+        shape = [x.shape[0], x.shape[1], weight.shape[1] - 1]
+        if list(final_states_out.shape) != shape:
+            raise ValueError(f"final_states_out is {list(final_states_out.shape)}, it needs to be {shape}")
+        refuse_write("causal_conv1d_fn", "final_states_out", final_states_out)
     found = causal_conv1d(
         x, weight, bias, activation=_activation(activation), seq_idx=seq_idx, initial_states=initial_states,
         return_final_states=return_final_states,

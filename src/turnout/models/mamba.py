@@ -122,7 +122,7 @@ def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) 
     return mixer.out_proj(y).unsqueeze(1)
 
 
-@functools.cache
+@functools.lru_cache(64)
 def _with_functions(mixer: type) -> Callable[..., Any]:
     """The mixer's own forward with FUNCTIONS among its globals. Without a module's name: torch.compile would look the rest up there."""
     stock: Any = mixer.forward  # pyright: ignore[reportAttributeAccessIssue]

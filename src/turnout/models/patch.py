@@ -11,6 +11,7 @@ import copyreg
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -100,8 +101,19 @@ def likes_channels_last(x: torch.Tensor) -> bool:
     return x.device.type != "cpu" or x.dtype is not torch.float32
 
 
-@functools.cache
+_classes: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()  # as long as they have instances
+
+
 def _in_front(base: type, adapter: type, numerics: str | None, relaid: bool = False) -> type:
+    """The class of patched instances: one for each class and kind of patch, as long as there is an instance."""
+    key = (base, adapter, numerics, relaid)
+    cls = _classes.get(key)
+    if cls is None:
+        cls = _classes.setdefault(key, _make_in_front(*key))
+    return cls
+
+
+def _make_in_front(base: type, adapter: type, numerics: str | None, relaid: bool) -> type:
     body: dict[str, Any] = {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
         "__reduce_ex__": _reduce, "_turnout_patch": Patch(base, adapter, numerics, relaid),

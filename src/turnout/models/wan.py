@@ -76,7 +76,7 @@ class CausalConv(Adapter):
         return turnout.conv3d(whole, self.weight, self.bias, self.stride)
 
 
-@functools.cache
+@functools.lru_cache(1024)
 def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
     """Shape and strides that concatenation and padding would give: a convolution of another layout is not the same bit for bit."""
     x = torch.empty_strided(shape, strides, device="meta")

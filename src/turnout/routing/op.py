@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib
@@ -14,11 +15,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from turnout.routing import failures, settings
+from turnout.routing import failures, settings, writing
 from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Verdict, choose
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
+from turnout.routing.driving import PLAIN_TENSORS, driver
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -31,8 +33,8 @@ OPS: dict[str, Op] = {}
 _watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
-_PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-_MOST_REMEMBERED = 4096
+_MOST_REMEMBERED = 4096  # calls, of all ops together
+_remembered: collections.deque[tuple[dict, tuple]] = collections.deque()  # the oldest first: an op's memo and the facts
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
@@ -51,6 +53,8 @@ class Route:
     """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with defaults.
 
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
+    in_place: arguments that may be the very memory that is written, element by element (see `writing`).
+    fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an argument.
     """
 
     name: str
@@ -62,6 +66,8 @@ class Route:
     configs: Callable[[Any, Device], Sequence[Config]]
     bound: Bind | None = None
     kernels: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
+    fails_before_writing: bool = False
 
     @functools.cached_property
     def code_hash(self) -> str:
@@ -98,7 +104,8 @@ class Op:
     `arguments` turns a public call into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
-    `mutates` names the arguments a call writes into; such an op has no backward.
+    `mutates` names the arguments a call writes into; see `writing` for what holds then. The reference of such an op reads everything and
+    allocates everything before it writes, and takes every call that wants gradients.
     `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
     `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
@@ -123,7 +130,7 @@ class Op:
         self.signature = inspect.signature(reference)
         self._arguments = arguments
         self.routes: dict[str, Route] = {}
-        self.failed: dict[tuple[str, Key], str] = {}
+        self.failed = failures.FailedRoutes()
         self.memo: dict[tuple, Callable[..., Any]] = {}
         self.opaque, self.when_compiled = _register(self)
         self.call = _written_out(self)
@@ -135,7 +142,7 @@ class Op:
     def route(
         self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
         configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), bound: Bind | None = None,
-        kernels: Sequence[str] = (),
+        kernels: Sequence[str] = (), in_place: Sequence[str] = (), fails_before_writing: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
         """Declare a route: see CONTRIBUTING, "Add a route". `bound(run, args, config)` may give what runs a call like that one (the same
         shapes, strides, dtypes, devices and plain arguments) at less host time than `run`; None where it cannot."""
@@ -151,7 +158,13 @@ class Op:
                 raise ValueError(f"op {self.name} has a route {name!r} already")
             if numerics not in get_args(Numerics):
                 raise ValueError(f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}")
-            self.routes[name] = Route(name, run, refuses, cost, numerics, version, configs, bound, tuple(kernels))
+            if not self.mutates and (in_place or fails_before_writing):
+                raise TypeError(f"route {name!r} of {self.name}: in_place and fails_before_writing need an op that writes (mutates=)")
+            if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
+                raise TypeError(f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read")
+            self.routes[name] = Route(
+                name, run, refuses, cost, numerics, version, configs, bound, tuple(kernels), tuple(in_place), fails_before_writing
+            )
             return run
 
         return declare
@@ -180,11 +193,17 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if facts is None or not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
-            return self.reference(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
-        if len(self.memo) >= _MOST_REMEMBERED:
-            self.memo.clear()
+        if facts is None:
+            return self.reference(*args)
+        if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
+            # not remembered: the facts of a meta tensor are those of a CPU tensor
+            return self._reference_run(args)(*args)
         run = self.memo[facts] = self._chosen(args)
+        _remembered.append((self.memo, facts))
+        if len(_remembered) > _MOST_REMEMBERED:
+            with contextlib.suppress(IndexError):  # another thread may have forgotten them all
+                memo, oldest = _remembered.popleft()
+                memo.pop(oldest, None)
         return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
@@ -195,33 +214,44 @@ class Op:
         key = self.key(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
-            return self.builtin or self.reference
-        run = self.opaque if key.wants_grad else self.routes[verdict.chosen].ready(args, dict(verdict.config))
-        return self.driven(run, args)
+            run = self._reference_run(args)
+        elif key.wants_grad:
+            run = self.driven(self.opaque, args)
+        else:
+            route = self.routes[verdict.chosen]
+            run = self.driven(route.ready(args, dict(verdict.config)), args, route)
+        next_try = self.failed.next_try(key)
+        return run if next_try is None else self._until(next_try, run)
 
-    def driven(self, run: Callable[..., Any], like: tuple) -> Callable[..., Any]:
+    def _reference_run(self, args: tuple) -> Callable[..., Any]:
+        """The reference as it is run, for arguments with the facts of these."""
+        return writing.reference_run(self, args) if self.mutates else self.builtin or self.reference
+
+    def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Choose anew from then on: a route for which memory was missing is tried again."""
+
+        def call(*args: Any) -> Any:
+            if self.failed.now() < end:
+                return run(*args)
+            self.memo.clear()
+            return self(*args)
+
+        return call
+
+    def driven(self, run: Callable[..., Any], like: tuple, route: Route | None = None) -> Callable[..., Any]:
         """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
         subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
-        reference does not pay for it."""
-        reference, minds_autocast = self.reference, self.autocast == "reference"
-        places = [i for i, x in enumerate(like) if isinstance(x, Tensor)]
-        device, may_be_conjugate = like[places[0]].device, any(like[i].is_complex() for i in places)
+        reference does not pay for it. Where `route` is given, a launch that fails is followed by the next route."""
+        writes = writing.Writes(self, like, () if route is None else route.in_place) if self.mutates else None
+        reference = writing.reference_run(self, like) if self.mutates else self.reference
 
-        def drive(*args: Any) -> Any:
-            if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
-                return reference(*args)
-            for i in places:
-                x = args[i]
-                if type(x) not in _PLAIN_TENSORS or x.is_neg() or x.device != device or (may_be_conjugate and x.is_conj()):
-                    return reference(*args)
-            try:
-                return run(*args)
-            except Exception as failure:
-                if run is self.opaque or not _is_launch_failure(failure):
-                    raise
-                return self._fall_through(failure, args)
+        def failed(failure: Exception, *args: Any) -> Any:
+            if route is None or failures.kind_of(failure) is None:
+                raise failure
+            return self._fall_through(route, failure, args)
 
-        return drive
+        names, minds_autocast = tuple(self.signature.parameters), self.autocast == "reference"
+        return driver(self.name, names, like, run, reference, failed, minds_autocast=minds_autocast, writes=writes)
 
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
@@ -243,6 +273,8 @@ class Op:
         """What `choose` says of this key under the current settings, tables and failures."""
         current = settings.current()
         odd = f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}" if len(set(key.devices)) > 1 else None
+        if odd is None and key.wants_grad and self.mutates:
+            odd = f"gradients are wanted, a route that writes into {' and '.join(self.mutates)} needs a call without them"
         device = device or (Device.of(key.devices[0]) if key.devices else Device.of("cpu"))
         return choose(
             self, key.problem, device,
@@ -255,29 +287,36 @@ class Op:
 
     def _failures(self, key: Key, device: Device) -> dict[str, str]:
         """Routes that failed at launch for this key, and those whose kernels do not compile for the device."""
-        failed = {name: why for (name, failed), why in self.failed.items() if failed == key}
+        failed = self.failed.reasons(key)
         for route in self.routes.values() if device.triton is not None else ():
             problem = failures.compile_problem(route.code_hash, device) if route.kernels else None
             if problem is not None:
                 failed[route.name] = problem
         return failed
 
-    def _fall_through(self, failure: Exception, args: tuple) -> Any:
+    def _fall_through(self, route: Route, failure: Exception, args: tuple) -> Any:
         """A route failed at launch: remember it as refused, say so once, take the next one. Where a kernel does not
-        compile it is refused for all calls, else for calls like this one."""
-        key = self.key(args)
-        verdict = self.verdict(key)
-        if verdict.authority == "pin" or verdict.chosen == REFERENCE:
+        compile it is refused for all calls, else for calls like this one. Raise the failure where the route was pinned,
+        or may have written into an argument: the next one would begin with changed values."""
+        if settings.current().pins.get(self.name) is not None:
             raise failure
-        why = f"failed at launch: {failures.in_words(failure)}"
-        if failures.kind_of(failure) == "compilation":
-            failures.remember(
-                self.routes[verdict.chosen].code_hash, verdict.device, f"its kernels do not compile: {failures.in_words(failure)}"
-            )
+        key = self.key(args)
+        device = Device.of(key.devices[0])
+        if failures.kind_of(failure) == "compilation" and device.triton is not None:
+            failures.remember(route.code_hash, device, f"its kernels do not compile: {failures.in_words(failure)}")
         else:
-            self.failed[verdict.chosen, key] = why
+            self.failed.add(route.name, key, failure)
         forget_choices()
-        warnings.warn(f"turnout.{self.name}: route {verdict.chosen!r} {why}; taking the next one", TurnoutWarning, stacklevel=5)
+        if self.mutates and not route.fails_before_writing:
+            note = (
+                f"turnout.{self.name}: route {route.name!r} failed and may have written parts of {' and '.join(self.mutates)}, "
+                "so no other route was tried; the next call takes another one: pass it tensors with the values from before this call"
+            )
+            getattr(failure, "add_note", str)(note)  # Python 3.11
+            raise failure
+        if self.failed.is_news(route.name, failure):
+            said = f"route {route.name!r} failed at launch: {failures.in_words(failure)}; taking the next one"
+            warnings.warn(f"turnout.{self.name}: {said}", TurnoutWarning, stacklevel=6)
         return self(*args)
 
 
@@ -308,19 +347,45 @@ def {op.name}({arguments}):
     try:
         facts = ({", ".join(facts)})
         run = seen(facts)
-    except Exception:  # arguments of the wrong kind, symbolic sizes: torch knows what to say
-        return settle(None, {arguments})
+    except Exception as failure:
+        raise_if_interrupted(failure, look_up, {arguments})
+        return settle(None, {arguments})  # arguments of the wrong kind, symbolic sizes: torch knows what to say
     if run is None:
         return settle(facts, {arguments})
     return run({arguments})
+
+def look_up({arguments}):
+    return seen(({", ".join(facts)}))
 """
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
         "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
-        "ambient": op.ambient,
+        "ambient": op.ambient, "raise_if_interrupted": _raise_if_interrupted,
     }  # fmt: skip
     exec(source, known)
     return known[op.name]
+
+
+def _raise_if_interrupted(failure: BaseException, look_up: Callable[..., Any], *args: Any) -> None:
+    """Raise a failure to look up the facts unless it comes again: then it lies in the arguments, else it came from outside, from the
+    handler of a signal. A failure from outside that comes meanwhile is raised as well."""
+    failed = [failure]
+    for _ in range(4):
+        try:
+            look_up(*args)
+        except BaseException as again:  # of whichever kind: what does not come again is raised below
+            failed.append(again)
+            if _are_alike(*failed[-2:]):
+                break
+        else:
+            raise failure
+    for one in failed:
+        if not _are_alike(one, failed[-1]):
+            raise one
+
+
+def _are_alike(one: BaseException, other: BaseException) -> bool:
+    return type(one) is type(other) and str(one) == str(other)
 
 
 @contextlib.contextmanager
@@ -337,12 +402,13 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
 
 def _as_given(args: tuple) -> bool:
     """Whether arguments are tensors that can be computed with here and now: no transform, no mode, no tensor subclass."""
-    plain = all(type(x) in _PLAIN_TENSORS for x in args if isinstance(x, Tensor))
+    plain = all(type(x) in PLAIN_TENSORS for x in args if isinstance(x, Tensor))
     return plain and _functorch_level() is None and not _count_modes()
 
 
 def forget_choices() -> None:
     """Drop every remembered choice: a table changed, or a route failed."""
+    _remembered.clear()
     for op in OPS.values():
         op.memo.clear()
 
@@ -358,11 +424,6 @@ def op_named(op: str | Callable[..., Any]) -> Op:
 def _has_routes(device: torch.device) -> bool:
     """Whether routes may take tensors of a device: a CPU's, a GPU's, and those of any other that Triton drives."""
     return device.type in ("cpu", "cuda") or Device.of(device).backend is not None
-
-
-def _is_launch_failure(failure: Exception) -> bool:
-    """Out of memory, out of shared memory, a kernel that does not compile: not a mistake in the caller's arguments or in our code."""
-    return isinstance(failure, (RuntimeError, MemoryError)) or type(failure).__module__.startswith("triton")
 
 
 def _autocast(x: Tensor, device_type: str) -> Tensor:
@@ -386,6 +447,11 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def when_compiled(*args: Any) -> Any:
         tensors = [x for x in args if isinstance(x, Tensor)]
         known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
+        if op.mutates:
+            if known:
+                writing.refuse_self_overlap(op, args)
+            if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+                return op.reference(*args)
         return op.reference(*args) if known and op.verdict(op.key(args)).chosen == REFERENCE else opaque(*args)
 
     traced = f"{op.name}_when_compiled"

@@ -21,6 +21,7 @@ class Settings:
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
 _known: dict[tuple, Settings] = {}
+_MOST_KNOWN = 1024
 _lock = threading.Lock()
 
 
@@ -47,6 +48,8 @@ def from_environment() -> Settings:
 def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
     key = (tuple(sorted(pins.items())), numerics)
     with _lock:
+        if len(_known) >= _MOST_KNOWN:  # settings that are in force go on, and are no longer one object with equal ones
+            _known.clear()
         return _known.setdefault(key, Settings(pins, numerics))
 
 

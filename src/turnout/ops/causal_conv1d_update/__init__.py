@@ -108,6 +108,8 @@ def reference(
         acc = F.silu(acc)
     if live is not None:
         acc = torch.where(live[:, None, None], acc, 0.0)
+    y = acc.to(x.dtype)
+    y = y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
 
     if cache_seqlens is None:
         moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]
@@ -118,14 +120,13 @@ def reference(
     else:
         moved = held
     if slots is None or live is None:
-        conv_state.copy_(moved)
+        conv_state.copy_(moved)  # last: what is read may overlap the state
     elif batch:
         # Padding must leave every state alone, so it repeats what the first live sequence writes, or what stands there if none is live.
         place = torch.arange(batch, device=x.device)
         own = torch.where(live, place, live.to(torch.uint8).argmax())
         conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], held[own]))
-    y = acc.to(x.dtype)
-    return y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
+    return y
 
 
 def _ring(cache_seqlens: Tensor, offsets: Tensor, dim: int, size: int) -> Tensor:
@@ -180,7 +181,8 @@ def causal_conv1d_update(
 
     `cache_seqlens` `[B]`: the state is a ring, the next position is written at `cache_seqlens % S`. `conv_state_indices` `[B]`: sequence b
     keeps its state in slot `conv_state_indices[b]` of a larger conv_state; a negative one is padding, its output is 0 and no state changes.
-    Slots of one call must differ. There is no backward: the state is overwritten.
+    Slots of one call must differ. The state may overlap what is read: all of that is read first. Where gradients are wanted, the reference
+    runs, and autograd's rules for in-place operations hold.
 
     >>> import torch, turnout
     >>> state = torch.tensor([[[3.0, 4.0]]])

@@ -69,6 +69,7 @@ def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Conf
     numerics="close",
     version=1,
     kernels=("turnout.ops.causal_conv1d_update.kernels:update",),
+    fails_before_writing=True,
 )
 @one_launch
 def on_gpu(

@@ -28,7 +28,7 @@ class Axis(NamedTuple):
     sums: tuple[tuple[tuple[int, ...], ...], ...]  # [phase][row of the window]: which rows of the kernel fall on it
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(256)
     def of(scale: int, kernel: int, padding: int) -> Axis:
         """
         >>> Axis.of(2, 3, 1).sums

@@ -162,7 +162,7 @@ def group_norm_silu(
     in x's memory format.
 
     out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of a causal convolution;
-    it is returned, and gradients do not pass through it.
+    it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap x: all of x is read first.
 
     >>> import torch, turnout
     >>> x = torch.randn(2, 6, 8, 8) + 1000

@@ -176,7 +176,7 @@ def rms_norm_silu(
     HunyuanVideo 1.5 do with `torch.nn.functional.normalize`.
 
     out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of a causal convolution;
-    it is returned, and gradients do not pass through it.
+    it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap x: all of x is read first.
 
     >>> import torch, turnout
     >>> x = torch.tensor([[3.0, 4.0]])

@@ -107,6 +107,8 @@ PLANES: Any = {
     "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "bound": prepare_from_plan,
     "numerics": "close", "version": 1, "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
 }  # fmt: skip
+INTO: Any = {"in_place": ("x",)}  # every kernel reads all channels of its positions before it writes there
+ONE_LAUNCH_INTO: Any = {**INTO, "fails_before_writing": True}
 
 
 @RMS_NORM_SILU.route("rows", **ROWS)
@@ -119,7 +121,7 @@ def rows(
     return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out)
 
 
-@RMS_NORM_SILU_INTO.route("rows", **ROWS)
+@RMS_NORM_SILU_INTO.route("rows", **ROWS, **ONE_LAUNCH_INTO)
 @one_launch
 def rows_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
@@ -138,7 +140,7 @@ def planes(
     return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=out)
 
 
-@RMS_NORM_SILU_INTO.route("planes", **PLANES)
+@RMS_NORM_SILU_INTO.route("planes", **PLANES, **ONE_LAUNCH_INTO)
 @one_launch
 def planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
@@ -217,12 +219,12 @@ def cpu_planes(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return out
 
 
-@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)
+@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU, **INTO)
 def cpu_rows_into(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool) -> None:
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
 
 
-@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU)
+@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU, **INTO)
 def cpu_planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
 ) -> None:

@@ -77,11 +77,12 @@ def reference(
         step = F.softplus(step)
     decay = torch.exp(step[..., None] * rates)
     moved = torch.addcmul(state.to(wide) * decay, (step * given)[..., None], B.to(wide)[:, None])
-    state.copy_(moved)
     y = (moved * C.to(wide)[:, None]).sum(-1)
     y = y if D is None else torch.addcmul(y, given, D.to(wide))
     y = y if z is None else y * F.silu(z.to(wide))
-    return y.to(x.dtype).reshape(-1).view(x.shape)  # the strides of a fresh tensor
+    y = y.to(x.dtype).reshape(-1).view(x.shape)  # the strides of a fresh tensor
+    state.copy_(moved)  # last: what is read may overlap the state
+    return y
 
 
 def work(problem: SelectiveScanUpdate) -> Work:
@@ -125,8 +126,9 @@ def selective_scan_update(
 
     x, dt, z: `[batch, channels]`, any strides; state: `[batch, channels, states]`; A: `[channels, states]`; B, C: `[batch, states]`; D,
     dt_bias: `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the softplus of that. With `log_rates` A is what models keep,
-    the logarithm of `-A`. Sums are in float32 (float64 for float64). Returns y like x, contiguous. There is no backward: the state is
-    overwritten.
+    the logarithm of `-A`. Sums are in float32 (float64 for float64). Returns y like x, contiguous. The state may
+    overlap what is read: all of that is read first. Where gradients are wanted, the reference runs, and autograd's rules for in-place
+    operations hold.
 
     >>> import torch
     >>> from turnout.ops.selective_scan_update import selective_scan_update

@@ -40,7 +40,7 @@ def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
 
 @SELECTIVE_SCAN_UPDATE.route(
     "one-launch", refuses=refuses, cost=cost, configs=configs, bound=prepare_from_plan, numerics="close", version=1,
-    kernels=("turnout.ops.selective_scan.kernels:scan",),
+    kernels=("turnout.ops.selective_scan.kernels:scan",), fails_before_writing=True,
 )  # fmt: skip
 @one_launch
 def on_gpu(

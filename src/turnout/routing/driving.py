@@ -1,0 +1,106 @@
+"""What is asked in every call before a route runs: what the facts of a call do not say.
+
+What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and conjugation, tensors
+elsewhere. For routes that write, so do overlapping tensors (`writing`). All of it is written out as code for the tensors
+of a call: a loop over them would take 30 ns more for each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.routing.writing import Writes
+
+PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+_KNOWN: dict[str, Any] = {
+    "plain": PLAIN_TENSORS,
+    "functorch_level": torch._C._functorch.peek_interpreter_stack,  # pyright: ignore[reportAttributeAccessIssue]
+    "count_modes": torch._C._len_torch_dispatch_stack,
+    "autocasting": torch._C._is_any_autocast_enabled,
+    "in_inference_mode": torch.is_inference_mode_enabled,
+    "increment_version": torch._C._increment_version,  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+class Form(NamedTuple):
+    """All that the code of a driver depends on. Tensors are given by their places among the arguments."""
+
+    op: str
+    names: tuple[str, ...]
+    tensors: tuple[int, ...]
+    elsewhere: str  # the question whether a tensor, "{x}", is on another device
+    may_be_conjugate: bool
+    minds_autocast: bool
+    written: tuple[int, ...]
+    pairs: tuple[tuple[int, int], ...]  # one that is written and another one
+
+
+def driver(
+    op: str, names: tuple[str, ...], like: tuple, run: Callable[..., Any], reference: Callable[..., Any],
+    failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
+) -> Callable[..., Any]:  # fmt: skip
+    """`run` as it is called, for arguments with the facts of `like`; `failed(failure, *args)` where it raises."""
+    tensors = tuple(i for i, x in enumerate(like) if isinstance(x, Tensor))
+    device = like[tensors[0]].device
+    form = Form(
+        op, names, tensors, _elsewhere(device), any(like[i].is_complex() for i in tensors), minds_autocast,
+        () if writes is None else writes.written,
+        () if writes is None else tuple((pair.written, pair.other) for pair in writes.pairs),
+    )  # fmt: skip
+    overlap, sizes = (None, [0] * len(names)) if writes is None else (writes.overlap, writes.bytes)
+    both = [number for size in sizes for number in (size, -size)]
+    return _maker(form)(run, reference, failed, device, overlap, *both)
+
+
+def _elsewhere(device: torch.device) -> str:
+    """The cheapest question that tells whether a tensor is on another device."""
+    if device.type == "cpu":
+        return "not {x}.is_cpu"
+    if device.type == "cuda" and torch.cuda.device_count() == 1:
+        return "not {x}.is_cuda"
+    return "{x}.device != device"
+
+
+@functools.lru_cache(512)
+def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
+    """What makes drivers of one form."""
+    names, arguments = form.names, ", ".join(form.names)
+    odd = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
+    odd += " or {x}.is_conj()" if form.may_be_conjugate else ""
+    source = f"""
+def make(run, reference, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_before" for n in names)}):
+    def {form.op}({arguments}):
+        if functorch_level() is not None or count_modes(){" or autocasting()" if form.minds_autocast else ""}:
+            return reference({arguments})
+        if {" or ".join(odd.format(x=names[i]) for i in form.tensors)}:
+            return reference({arguments})
+{_before_writing(form) if form.written else ""}
+        try:
+            return run({arguments})
+        except Exception as failure:
+            return failed(failure, {arguments})
+    return {form.op}
+"""
+    scope = dict(_KNOWN)
+    exec(source, scope)
+    return scope["make"]
+
+
+def _before_writing(form: Form) -> str:
+    """Overlap is left to the reference. So are tensors of inference mode outside it, which it refuses."""
+    names, arguments = form.names, ", ".join(form.names)
+    meet = [f"{names[j]}_before < {names[j]}.data_ptr() - {names[i]}_at < {names[i]}_bytes" for i, j in form.pairs]
+    frozen = " or ".join(f"{names[i]}.is_inference()" for i in form.written)
+    return f"""
+        {"; ".join(f"{names[i]}_at = {names[i]}.data_ptr()" for i in form.written)}
+        if ({" or ".join(meet) or "False"}) and overlap({arguments}):
+            return reference({arguments})
+        if ({frozen}) and not in_inference_mode():
+            return reference({arguments})
+        increment_version(({"".join(f"{names[i]}, " for i in form.written)}))"""
