@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 STAMP := .venv/.made
 
-.PHONY: setup demo test fault-test lint gpu-test clean
+.PHONY: setup demo test test-latest fault-test lint gpu-test clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,19 @@ demo: setup
 test: setup lint
 	OMP_WAIT_POLICY=passive $(RUN) -m pytest -q -n 2 --dist worksteal
 
+# The CPU tests with the newest torch and Triton that are supported, in an environment of its own.
+LATEST := .latest/bin/python
+LATEST_STAMP := .latest/.made
+
+$(LATEST_STAMP): pyproject.toml
+	$(PYTHON) -m venv .latest
+	$(LATEST) -m pip install -q --upgrade pip
+	$(LATEST) -m pip install -q -e '.[dev]' 'torch==2.15.*' 'triton==3.9.*'
+	touch $(LATEST_STAMP)
+
+test-latest: $(LATEST_STAMP)
+	OMP_WAIT_POLICY=passive $(LATEST) -m pytest -q -n 2 --dist worksteal
+
 # The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
 SIGNALS ?= 500
 fault-test: setup
@@ -39,4 +52,4 @@ gpu-test:
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(PROCESSES) tests
 
 clean:
-	rm -rf .venv dist build demo
+	rm -rf .venv .latest dist build demo
