@@ -3,7 +3,7 @@ PYTHON ?= python3
 RUN := .venv/bin/python
 STAMP := .venv/.made
 
-.PHONY: setup demo test test-latest fault-test lint gpu-test clean
+.PHONY: setup demo test test-latest fault-test fuzz lint gpu-test clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,13 @@ test-latest: $(LATEST_STAMP)
 SIGNALS ?= 500
 fault-test: setup
 	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) $(RUN) -m pytest -q -s tests/faults
+
+# Random calls down every route that takes them, against float64; goes on where the last run stopped. Counts go to
+# the results of MACHINE, such as cpu-zen4. Status 1 if a route is wrong.
+CALLS ?= 100000
+MACHINE ?=
+fuzz: setup
+	$(RUN) -m tests.fuzz --calls $(CALLS) $(if $(MACHINE),--out benchmarks/results/$(MACHINE))
 
 lint: setup
 	.venv/bin/ruff check .

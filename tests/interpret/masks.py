@@ -1,8 +1,8 @@
 """Give Triton's interpreter the type of comparisons back.
 
-Where two numbers are compared, the interpreter of Triton 3.9 notes the type of the numbers for the result. Spread
-over a block, in `mask & (i < n)`, it becomes a block of that type, and loads take only booleans for a mask. Compiled
-code has no such step.
+Where two numbers are compared, the interpreter of Triton 3.9 notes the type of the numbers for the result.
+Spread over a block, in `mask & (i < n)`, it becomes a block of that type, and loads take only booleans for a
+mask. Compiled code has no such step.
 """
 
 import triton.language as tl
