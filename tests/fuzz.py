@@ -89,7 +89,7 @@ def take_batch(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
     def take(name: str, x: Any) -> Any:
         if isinstance(x, Tensor):
             return x[:left] if x.dim() > 1 and x.shape[0] == batch else x
-        return x[:left] if name == "lengths" else x
+        return x[: 2 * left] if name == "lengths" else x  # of attention: keys at the front and at the end
 
     return tuple(map(take, op.signature.parameters, args)), f"batch of {left}"
 
@@ -111,7 +111,7 @@ def fill(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
 
     def change(i: int, x: Tensor) -> Tensor:
         limits = torch.finfo(x.dtype)
-        scales = {"normal": 1.0, "denormal": limits.tiny / 4, "large": _largest(x.dtype) / 8}
+        scales = {"normal": 1.0, "denormal": limits.tiny / 4, "large": limits.max**0.5 / 64}
         scale = scales[kind if i in chosen else "normal"]
         wide = torch.complex128 if x.is_complex() else torch.float64
         values = torch.randn(x.shape, dtype=wide, generator=generator)
@@ -164,13 +164,15 @@ def lay_out(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
 def sprinkle(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
     """Put a few values into tensors that are not finite, or at the edge of what their dtype holds.
 
-    An op's cases may list arguments that stay `FINITE`: torch's own convolutions are of two minds about an
-    infinite weight that meets the zeros of the padding.
+    An op's cases may list arguments that stay `ORDINARY`, as torch's own kernels are of two minds about others:
+    an infinite weight that meets the zeros of the padding, an infinite key that a query does not see. What a
+    huge weight leaves of the digits of others differs too, between sums and Winograd's.
     """
     kind = draw.choice(("NaN", "Inf", "NaN and Inf", "edges"))
-    finite = listed(op, "FINITE") if kind != "edges" else ()
-    names = list(op.signature.parameters)
-    tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and names[i] not in finite]
+    ordinary, names = listed(op, "ORDINARY"), list(op.signature.parameters)
+    tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and names[i] not in ordinary]
+    if not tensors:
+        return args, "no place for others"
     chosen = set(draw.sample(tensors, draw.randint(1, min(2, len(tensors)))))
 
     def change(i: int, x: Tensor) -> Tensor:
@@ -210,6 +212,8 @@ class Fuzzed(Trial):
         if astray.any():
             count = f"{int(astray.sum())} of {astray.numel()} numbers"
             return f"{count} are finite where they should not be, or not where they should"
+        if (allowed[0] & ~allowed[1]).any():
+            return None  # numbers overflow the dtype, and what is left are those that happened to cancel
         finite = torch.stack([ours, *allowed]).all(0)
         output, reference, true = output[finite], reference[finite], true[finite]
         if output.dtype.itemsize >= 8 and true.numel():  # squares in the norms of errors would overflow
@@ -246,7 +250,7 @@ def complaints(op: Op, call: Call) -> Iterator[tuple[str, str | None]]:
     for name, (numerics, run) in runs.items():
         try:
             why = trial.complaint(numerics, run)
-            if why is not None and trial.draws > 1:  # a few numbers may be off by luck
+            if why is not None:  # a few numbers may be off by luck, and many may be the same one
                 why = Fuzzed(op, args, outliers=outliers, draws=MANY).complaint(numerics, run)
         except Exception as failure:
             why = f"it raised {type(failure).__name__}: {failure}"

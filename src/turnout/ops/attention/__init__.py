@@ -132,7 +132,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
         seen = torch.arange(k.shape[2], device=q.device) <= torch.arange(first, first + q.shape[2], device=q.device)[:, None]
         mask = seen if mask is None else mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
     if mask is not None and q.dtype is torch.float64:
-        return with_care(q, k, v, mask, scale)
+        return _with_care(q, k, v, mask, scale)
     grouped = bool(q.shape[1] != k.shape[1])
     alone = causal and mask is None
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=alone, scale=scale, enable_gqa=grouped)
@@ -142,9 +142,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
     return torch.where(sees.any(-1, keepdim=True), out, 0.0)
 
 
-def with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """All scores written down, and what a query does not see does not matter: torch adds -inf to its score, which is
-    NaN where that is infinite. As in torch, a query whose scores are all -inf gives zero."""
+def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """In float64, which others are held against: what a query does not see does not matter. torch adds -inf to its score, which is NaN
+    where that is infinite. As in torch, a query whose scores are all -inf gives zero."""
     shared = k.shape[1], q.shape[1] // k.shape[1]  # heads that share keys
     scores = (q.unflatten(1, shared) @ k.unsqueeze(2).transpose(3, 4)).flatten(1, 2) * scale
     hidden = ~mask if mask.dtype is torch.bool else mask == float("-inf")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.attention import Attention, like_queries, with_care
+from turnout.ops.attention import Attention, like_queries
 from turnout.ops.attention.costs import HALF
 from turnout.routing.device import Device
 
@@ -116,12 +116,10 @@ def has_flash_attention_4() -> bool:
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Scores, softmax and product as three steps, in float32. `mask` is boolean."""
-    if mask is None and not causal:
-        grouped = bool(q.shape[1] != k.shape[1])
-        found = aten._scaled_dot_product_attention_math(q, k, v, None, 0.0, False, scale=scale, enable_gqa=grouped)[0]
-        return like_queries(found, q)
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-    seen = seen.tril() if causal else seen
-    found = with_care(q.float(), k.float(), v.float(), seen if mask is None else mask & seen, scale)
-    return like_queries(found.to(q.dtype), q)
+    """Scores, softmax and product as three steps."""
+    if mask is not None:
+        if causal:
+            mask = mask & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
+    alone, grouped = causal and mask is None, bool(q.shape[1] != k.shape[1])
+    return like_queries(aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, alone, scale=scale, enable_gqa=grouped)[0], q)

@@ -35,7 +35,7 @@ CASES = [
 ]
 NOT_OURS = ("channels-last", "pointwise")
 GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
-FINITE = ("weight",)
+ORDINARY = ("weight",)
 PEERS = peers(F.conv2d)
 
 
