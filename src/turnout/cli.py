@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, RuntimeError, TypeError) as mistake:
-        errors.print(f"[red]error:[/red] {mistake}", highlight=False, markup=True)
+        errors.print(f"[red]error:[/red] {escape(str(mistake))}", highlight=False, markup=True)
         raise SystemExit(2) from mistake
 
 
@@ -60,11 +61,12 @@ def doctor(json: Json = False) -> None:
         print(json_format.dumps({"environment": environment, "checks": [finding._asdict() for finding in findings]}))
     else:
         for name, value in environment.items():
-            console.print(f"{name:>12}  {value}", highlight=False)
+            console.print(f"{name:>12}  {value}", highlight=False, markup=False)
         table = report.table("check", "state", "note")
         colours = {"ok": "green", "warning": "yellow", "failed": "red", "refused": "dim"}
         for finding in findings:
-            table.add_row(finding.what, f"[{colours[finding.state]}]{finding.state}", finding.note)
+            state = f"[{colours[finding.state]}]{finding.state}"
+            table.add_row(escape(finding.what), state, escape(finding.note))
         console.print(table)
     raise typer.Exit(1 if failed else 0)
 
