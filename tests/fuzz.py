@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tests.walk import OPS, listed, random_call
 from turnout.bench.sweep import commit, keep_row, versions
-from turnout.routing.case import copy
+from turnout.routing.case import laid_like
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
 from turnout.routing.op import Op
@@ -115,7 +115,7 @@ def fill(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
         scale = scales[kind if i in chosen else "normal"]
         wide = torch.complex128 if x.is_complex() else torch.float64
         values = torch.randn(x.shape, dtype=wide, generator=generator)
-        return _laid_like(x, (values * scale).to(x.dtype).to(x.device))
+        return laid_like(x, (values * scale).to(x.dtype).to(x.device))
 
     tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
     chosen = set(draw.sample(tensors, draw.randint(1, len(tensors))))
@@ -126,15 +126,6 @@ def _largest(dtype: torch.dtype) -> float:
     """The largest value that calls have. Its square is finite in what is computed in, float32 or wider:
     beyond that the reference's own sums overflow, and each route's at its own place."""
     return torch.finfo(dtype).max if dtype is torch.float16 else torch.finfo(dtype).max ** 0.5 / 64
-
-
-def _laid_like(x: Tensor, values: Tensor) -> Tensor:
-    """Values with the strides of x, repeated where its elements share memory."""
-    for axis, stride in enumerate(x.stride()):
-        if stride == 0 and x.shape[axis] > 1:
-            values = values.narrow(axis, 0, 1)
-    laid = torch.empty_strided(values.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(values)
-    return laid.expand(x.shape)
 
 
 def lay_out(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
@@ -182,7 +173,7 @@ def sprinkle(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
         largest = _largest(x.dtype)
         edges = (largest, -largest, limits.tiny, limits.tiny / 4, -limits.tiny / 4, -0.0)
         values = {"NaN": (nan,), "Inf": (inf, -inf), "NaN and Inf": (nan, inf, -inf), "edges": edges}[kind]
-        changed = _laid_like(x, x)
+        changed = laid_like(x, x)
         for _ in range(draw.randint(1, 4)):
             changed[tuple(draw.randrange(size) for size in x.shape)] = draw.choice(values)
         return changed
@@ -201,7 +192,7 @@ class Fuzzed(Trial):
         """The first tensor rolled too: the others may be constant."""
         args = super()._drawn(i)
         first = args[0]
-        return args if i == 0 or not first.dim() else (copy(first).copy_(rolled(first, i * 61)), *args[1:])
+        return args if i == 0 or not first.dim() else (laid_like(first, rolled(first, i * 61)), *args[1:])
 
     def too_far(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
         if not (true.is_floating_point() or true.is_complex()):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from turnout.routing.case import copy
+from turnout.routing.case import copy, laid_like
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -93,7 +93,7 @@ class Trial:
         if i == 0:
             return self.args
         tensors = [n for n, x in enumerate(self.args) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.dim()]
-        return tuple(copy(x).copy_(rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args))
+        return tuple(laid_like(x, rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args))
 
     def complaint(self, numerics: str, run: Callable[..., Any]) -> str | None:
         """Why a run does not keep the promise of its numerics class, or None. Shape, dtype and strides belong to every promise."""
