@@ -5,7 +5,7 @@ STAMP := .venv/.made
 TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
 WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup demo test fault-test compile-all lint gpu-test clean
+.PHONY: setup demo test test-latest fault-test fuzz compile-all lint gpu-test clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,19 @@ compile-all: setup $(TRITONS:%=.tritons/%/.made)
 	$(RUN) -m pip install -q --no-deps --target .tritons/$* triton==$*
 	touch $@
 
+# The CPU tests with the newest torch and Triton that are supported, in an environment of its own.
+LATEST := .latest/bin/python
+LATEST_STAMP := .latest/.made
+
+$(LATEST_STAMP): pyproject.toml
+	$(PYTHON) -m venv .latest
+	$(LATEST) -m pip install -q --upgrade pip
+	$(LATEST) -m pip install -q -e '.[dev]' 'torch==2.15.*' 'triton==3.9.*'
+	touch $(LATEST_STAMP)
+
+test-latest: $(LATEST_STAMP)
+	OMP_WAIT_POLICY=passive $(LATEST) -m pytest -q -n 2 --dist worksteal
+
 # The tests of faults in their long form, a line of counts for each: 500 signals of each kind to every CPU route,
 # 10,000 patterns of overlap to every op and CPU route that writes, 100,000 calls with ever new shapes.
 SIGNALS ?= 500
@@ -47,6 +60,12 @@ CALLS ?= 100000
 fault-test: setup
 	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) TURNOUT_PATTERNS=$(PATTERNS) TURNOUT_CALLS=$(CALLS) \
 		$(RUN) -m pytest -q -s tests/faults
+
+# Random calls down every route that takes them, against float64; goes on where the last run stopped. Counts go to
+# the results of MACHINE, such as cpu-zen4. Status 1 if a route is wrong.
+MACHINE ?=
+fuzz: setup
+	$(RUN) -m tests.fuzz --calls $(CALLS) $(if $(MACHINE),--out benchmarks/results/$(MACHINE))
 
 lint: setup
 	.venv/bin/ruff check .
@@ -59,4 +78,4 @@ gpu-test:
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(PROCESSES) --dist worksteal tests
 
 clean:
-	rm -rf .venv .tritons dist build demo
+	rm -rf .venv .tritons .latest dist build demo

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,11 @@ from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
 
 numba_cache.folder()  # decided before tests have cache folders of their own: kernels are compiled once, not in every run
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpret.masks import keep_comparisons_boolean
+
+    keep_comparisons_boolean()
 
 
 @pytest.fixture(autouse=True)

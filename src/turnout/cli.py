@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ def main() -> None:
     try:
         app()
     except (ValueError, RuntimeError, TypeError) as mistake:
-        errors.print(f"[red]error:[/red] {mistake}", highlight=False, markup=True)
+        errors.print(f"[red]error:[/red] {escape(str(mistake))}", highlight=False, markup=True)
         raise SystemExit(2) from mistake
 
 
@@ -60,11 +61,12 @@ def doctor(json: Json = False) -> None:
         print(json_format.dumps({"environment": environment, "checks": [finding._asdict() for finding in findings]}))
     else:
         for name, value in environment.items():
-            console.print(f"{name:>12}  {value}", highlight=False)
+            console.print(f"{name:>12}  {value}", highlight=False, markup=False)
         table = report.table("check", "state", "note")
         colours = {"ok": "green", "warning": "yellow", "failed": "red", "refused": "dim"}
         for finding in findings:
-            table.add_row(finding.what, f"[{colours[finding.state]}]{finding.state}", finding.note)
+            state = f"[{colours[finding.state]}]{finding.state}"
+            table.add_row(escape(finding.what), state, escape(finding.note))
         console.print(table)
     raise typer.Exit(1 if failed else 0)
 
@@ -144,7 +146,7 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
     device: Where = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has with this code; listed for a card elsewhere.")] = False,
+    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")] = False,
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
     out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from turnout.launch import support
 from turnout.routing import failures, versions
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
+from turnout.routing.row import brief, printable
 from turnout.routing.store import folder
-from turnout.routing.table import Table, Tables, stale_routes
+from turnout.routing.table import Table, Tables, machine_of, stale_routes
 from turnout.routing.verify import Trial
 
 _SMALL_CASES = 4  # cases come small ones first; a check that takes a minute is no check
@@ -38,7 +40,7 @@ def environment() -> dict[str, Any]:
     found["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     found["driver"] = versions.driver()
     found["devices"] = [Device.of(d).name for d in _devices()]
-    found["entries"] = {Device.of(d).name: str(folder(Device.of(d))) for d in _devices()}
+    found["entries"] = {Device.of(d).name: printable(str(folder(Device.of(d)))) for d in _devices()}
     return found
 
 
@@ -131,12 +133,35 @@ def _table_check(what: str, counts: str, known: list[Table]) -> Check:
         names = list(stale_routes(OPS[row.op], row))
         stale.update(f"{row.op} {name}" for name in names)
         stale_rows += bool(names)
+    rows = [(row, table) for table in known for row in table.rows]
+    unknown = Counter(row.op for row, _ in rows if row.op not in OPS)
+    elsewhere = Counter(_machine(row.machine) for row, table in rows if dict(row.machine) != machine_of(table.device))
+    unusable = Counter({op.name: sum(table.unusable(op) for table in known) for op in OPS.values()})
     notes = [counts]
+    if unknown:
+        notes.append(f"{_rows(unknown.total())} of ops that are not known: {_listed(unknown)}")
+    if elsewhere:
+        notes.append(f"{_rows(elsewhere.total())} measured with another machine or other settings: {_listed(elsewhere)}")
+    if unusable.total():
+        notes.append(f"{_rows(unusable.total())} of calls or configurations that no route takes: {_listed(unusable)}")
     if stale:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(stale.items()))
         notes.append(f"{_rows(stale_rows)} with other kernels than these: {listed}; turnout bench --missing measures them")
     notes += problems[:3] + ([f"and {len(problems) - 3} more that cannot be read"] if len(problems) > 3 else [])
-    return Check(what, "warning" if stale or problems else "ok", "; ".join(notes))
+    doubtful = stale or problems or unknown or unusable.total()
+    return Check(what, "warning" if doubtful else "ok", "; ".join(notes))
+
+
+def _machine(machine: Mapping[str, int | str]) -> str:
+    """What a row says of its machine, in a few words."""
+    return brief(", ".join(f"{name} {value}" for name, value in sorted(machine.items())[:3]) or "not said")
+
+
+def _listed(counts: Counter[str]) -> str:
+    """Names and how often each occurs, the most frequent first, at most five."""
+    listed = [f"{name} ({count})" for name, count in counts.most_common(5) if count]
+    more = sum(count > 0 for count in counts.values()) - len(listed)
+    return ", ".join(listed) + (f" and {more} more" if more else "")
 
 
 def _rows(count: int) -> str:

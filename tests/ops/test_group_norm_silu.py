@@ -32,6 +32,22 @@ def test_is_torchs_group_norm_in_the_format_of_x(kind, dtype):
     assert plain.dtype is dtype
 
 
+@pytest.mark.parametrize("shape", [(2, 6, 0), (2, 6, 3, 0), (0, 6, 4), (0, 6), (2, 0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_elements_gradients_are_zero(shape, dtype):
+    """torch 2.13 has NaN for the weight's gradient, torch 2.15 raises."""
+    x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    weight, bias = (torch.ones(shape[1], requires_grad=True) for _ in range(2))
+    y = turnout.group_norm_silu(x, 3, weight, bias)
+    assert (y.shape, y.dtype, y.stride()) == (x.shape, dtype, x.stride())
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(weight.grad, torch.zeros(shape[1]))
+    assert torch.equal(bias.grad, torch.zeros(shape[1]))
+    out = torch.empty(shape, dtype=dtype)
+    assert turnout.group_norm_silu(x.detach(), 3, out=out) is out
+
+
 @formats
 def test_routes_on_a_gpu_take_both_formats(kind):
     x = torch.randn(1, 64, 8, 8).bfloat16().contiguous(memory_format=FORMATS[kind])

@@ -1,6 +1,7 @@
 """A route's hash covers the source of its kernels, and nothing else."""
 
 import hashlib
+import re
 import sys
 from pathlib import Path
 
@@ -143,6 +144,14 @@ def test_host_code_does_not_count():
             followed |= {Path(kernel.partition(":")[0].replace(".", "/")).name for kernel in route.kernels}
     assert followed
     assert all(name.endswith("kernels") for name in followed)
+
+
+def test_every_file_of_kernels_is_followed():
+    """A kernel in a file of another name would not count: its rows would stay when it changes."""
+    declares = re.compile(r"^@(\w+\.)?(jit|kernel|inlined|intrinsic)\b", re.MULTILINE)
+    files = [file for file in Path(turnout.__file__).parent.rglob("*.py") if declares.search(file.read_text())]
+    assert files
+    assert [file.name for file in files if not file.stem.endswith(hashing.FOLLOWED)] == []
 
 
 def test_the_same_in_every_python():

@@ -79,6 +79,14 @@ def copy(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
+def laid_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values of x's shape in memory of their own, with x's strides. Where x repeats an element, so is the first value."""
+    for axis, stride in enumerate(x.stride()):
+        if stride == 0 and x.shape[axis] > 1:
+            values = values.narrow(axis, 0, 1)
+    return torch.empty_strided(values.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(values).expand(x.shape)
+
+
 def small_integers(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of values in -1, 0, 1, whose sums are exact in any dtype, in a random layout: dense, permuted, strided, sliced, expanded."""
     size = tuple(n * draw.choice((1, 1, 2)) for n in shape)

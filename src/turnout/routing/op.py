@@ -327,7 +327,8 @@ def _written_out(op: Op) -> Callable[..., Any]:
     facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     if op.ambient is not None:
         facts.append("ambient()")
-    facts.append(f"{next(iter(op.signature.parameters))}.get_device()")  # that the others are on it too is asked of routes only
+    # That the others are on this device too is asked of routes only. On a CPU, times and costs go with torch's threads.
+    facts += [f"(device := {next(iter(op.signature.parameters))}.get_device())", "threads() if device < 0 else 0"]
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
         if kind in ("Tensor", str(Tensor)):
@@ -360,7 +361,7 @@ def look_up({arguments}):
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
         "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
-        "ambient": op.ambient, "raise_if_interrupted": _raise_if_interrupted,
+        "ambient": op.ambient, "raise_if_interrupted": _raise_if_interrupted, "threads": torch.get_num_threads,
     }  # fmt: skip
     exec(source, known)
     return known[op.name]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2  # 1: rows were identified by all code of a route, host code included
 _LONGEST = 1e12  # microseconds: eleven days
+_DEEPEST = 8  # lists inside each other in a problem
+_MOST_CHARACTERS = 200  # of a name or a version
 
 
 class Unreadable(ValueError):
@@ -64,22 +66,36 @@ class Row:
     def parse(value: Any) -> Row:
         """The row in a JSON value. Raises `Unreadable` with the reason where it is not one."""
         if not isinstance(value, dict):
-            raise Unreadable(f"{_brief(value)}, a row is an object")
+            raise Unreadable(f"{brief(value)}, a row is an object")
         names = {f.name for f in fields(Row)}
         unknown = [name for name in value if name not in names]
         if unknown:
-            raise Unreadable(f"unknown field {_brief(unknown[0])}")
-        if not isinstance(value.get("op"), str) or not isinstance(value.get("problem"), dict):
+            raise Unreadable(f"unknown field {brief(unknown[0])}")
+        if not _is_text(value.get("op")) or not isinstance(value.get("problem"), dict):
             raise Unreadable("a row needs op, a name, and problem, an object")
+        if _is_deeper(value["problem"], _DEEPEST):
+            raise Unreadable(f"problem is nested deeper than {_DEEPEST}")
         for name, (kind, is_kind) in _KINDS.items():
             part = value.get(name, {})
-            if not isinstance(part, dict) or not all(map(is_kind, part.values())):
-                raise Unreadable(f"{name} is {_brief(part)}, it needs to be an object of {kind}")
+            if not isinstance(part, dict) or not all(map(is_kind, part.values())) or not all(map(_is_text, part)):
+                raise Unreadable(f"{name} is {brief(part)}, it needs to be an object of {kind}")
         if REFERENCE not in value.get("us", {}):
             raise Unreadable(f"us has no time of the {REFERENCE}")
         if any(us <= 0 for us in value["us"].values()):
             raise Unreadable("us has a time that is not above zero")
         return Row(**value)
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a text that can be shown: names and versions are, in verdicts and by `turnout doctor`."""
+    return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (dict, list)):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 def _is_number(value: Any) -> bool:
@@ -101,18 +117,23 @@ _KINDS = {
     "peak_mib": ("numbers", _is_number),
     "config": ("configurations", _is_config),
     "version": ("whole numbers", lambda value: type(value) is int),
-    "code_hash": ("texts", lambda value: isinstance(value, str)),
-    "versions": ("texts", lambda value: isinstance(value, str)),
-    "machine": ("numbers and texts", lambda value: type(value) in (int, str)),
+    "code_hash": ("texts", _is_text),
+    "versions": ("texts", _is_text),
+    "machine": ("numbers and texts", lambda value: type(value) is int or _is_text(value)),
 }
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """A value in an error message: not all of a hundred thousand brackets."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
-    return text if len(text) < 40 else text[:37] + "..."
+    return printable(text if len(text) < 40 else text[:37] + "...")
+
+
+def printable(text: str) -> str:
+    """A text that any terminal can show: control characters, and bytes of a file name that is no text, escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def decode(op: Op, problem: Mapping[str, Any]) -> Any:
@@ -120,7 +141,7 @@ def decode(op: Op, problem: Mapping[str, Any]) -> Any:
     names = op.problem_type._fields
     if set(problem) != set(names):
         different = sorted(set(problem) ^ set(names))
-        raise Unreadable(f"a problem of {op.name} with other fields: {', '.join(map(_brief, different[:3]))}")
+        raise Unreadable(f"a problem of {op.name} with other fields: {', '.join(map(brief, different[:3]))}")
     decoded = _decode(op.problem_type, [problem[name] for name in names], op.name)
     encoded = {name: plain(value) for name, value in decoded._asdict().items()}
     if encoded != dict(problem):
@@ -170,4 +191,4 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
 
 
 def _misfit(where: str, value: Any, hint: Any) -> Unreadable:
-    return Unreadable(f"{where} is {_brief(value)}, it needs to be {getattr(hint, '__name__', hint)}")
+    return Unreadable(f"{where} is {brief(value)}, it needs to be {getattr(hint, '__name__', hint)}")

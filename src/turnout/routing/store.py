@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,10 +21,11 @@ from typing import Any, NamedTuple
 import platformdirs
 
 from turnout.routing.device import Device
-from turnout.routing.row import SCHEMA, Row, Unreadable
+from turnout.routing.row import SCHEMA, Row, Unreadable, brief, printable
 
 SHIPPED = Path(__file__).parents[1] / "tables"
 LARGEST = 16 * 2**20  # bytes
+_ABANDONED = 3600  # seconds after which nobody writes a file any more
 
 
 class Loaded(NamedTuple):
@@ -51,13 +53,15 @@ def load_here(device: Device) -> Loaded:
     except FileNotFoundError:
         return Loaded([], [])
     except OSError as failure:
-        return Loaded([], [f"{place}: {failure.strerror}"])
+        return Loaded([], [f"{printable(str(place))}: {failure.strerror}"])
     rows, problems = [], []
     for file in files:
         try:
             rows.append(Row.parse(read_json(file)))
+        except FileNotFoundError:  # somebody deleted it just now
+            continue
         except Unreadable as why:
-            problems.append(f"{file}: {why}")
+            problems.append(f"{printable(str(file))}: {why}")
     return Loaded(rows, problems)
 
 
@@ -76,10 +80,12 @@ def load_table(file: Path) -> Loaded:
         return Loaded([], [f"{file}: {why}"])
     schema = content.get("schema") if isinstance(content, dict) else None
     if schema != SCHEMA:
-        return Loaded([], [f"{file}: schema {schema!r}, this version of turnout reads {SCHEMA}"])
+        return Loaded([], [f"{file}: schema {brief(schema)}, this version of turnout reads {SCHEMA}"])
     rows, problems = [], []
     listed = content.get("rows")
-    for i, value in enumerate(listed if isinstance(listed, list) else []):
+    if not isinstance(listed, list):
+        return Loaded([], [f"{file}: rows is {brief(listed)}, it needs to be a list"])
+    for i, value in enumerate(listed):
         try:
             rows.append(Row.parse(value))
         except Unreadable as why:
@@ -103,7 +109,7 @@ def read_json(file: Path) -> Any:
             raise Unreadable(f"{status.st_size} bytes, at most {LARGEST} are read")
         with os.fdopen(handle, "rb", closefd=False) as source:
             content = source.read(LARGEST + 1)
-        return json.loads(content.decode("utf-8"))
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except OSError as failure:
         raise Unreadable(str(failure.strerror)) from failure
     except (ValueError, RecursionError) as failure:  # also a number of more digits than Python converts
@@ -114,6 +120,14 @@ def read_json(file: Path) -> Any:
         os.close(handle)
 
 
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. One that says two things under one name says nothing."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise Unreadable("an object with the same name twice")
+    return content
+
+
 def publish(row: Row, device: Device) -> Path | None:
     """Keep a row for this machine. None, with a warning, where the folder cannot be written."""
     place = folder(device)
@@ -122,10 +136,19 @@ def publish(row: Row, device: Device) -> Path | None:
     try:
         place.mkdir(parents=True, exist_ok=True)
         _write(file, json.dumps(row.json(), indent=1))
+        _delete_leftovers(place)
     except OSError as failure:
         warnings.warn(f"turnout: {place} cannot be written ({failure}); what was measured is not kept", stacklevel=2)
         return None
     return file
+
+
+def _delete_leftovers(place: Path) -> None:
+    """Delete what processes that were killed while they wrote have left, an hour later."""
+    for part in place.glob(".*.part"):
+        with contextlib.suppress(OSError):
+            if time.time() - part.lstat().st_mtime > _ABANDONED:
+                part.unlink()
 
 
 def export(rows: Iterable[Row], device: Device, path: Path) -> None:

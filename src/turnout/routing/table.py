@@ -69,7 +69,7 @@ class Table:
         a, b = (self._usable(op, problem, row, note, nearby=True) for row in (low_row, high_row))
         if a is None or b is None:
             return None
-        part = math.log(size / low) / math.log(high / low)
+        part = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))  # sizes in a row may be huge
         us = {name: a.us[name] ** (1 - part) * b.us[name] ** part for name in a.us.keys() & b.us.keys()}
         return Measurement(us, a.config if part < 0.5 else b.config, note)
 
@@ -77,6 +77,18 @@ class Table:
         """Whether this very problem was measured, with the kernels as they are."""
         row = self.index(op).by_problem.get(problem)
         return row is not None and not any(stale_routes(op, row))
+
+    def unusable(self, op: Op) -> int:
+        """How many rows of this machine say nothing of any route, though all routes still are what was measured."""
+        return sum(self._is_unusable(op, problem, row) for problem, row in self.index(op).by_problem.items())
+
+    def _is_unusable(self, op: Op, problem: Any, row: Row) -> bool:
+        if set(row.us) == {REFERENCE} or any(stale_routes(op, row)):
+            return False
+        try:
+            return self._usable(op, problem, row, "") is None
+        except Exception:  # sizes that no call can have
+            return True
 
     def index(self, op: Op) -> Index:
         """The rows of an op that can be read and were measured on a machine like this one."""

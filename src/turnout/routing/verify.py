@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from turnout.routing.case import copy
+from turnout.routing.case import copy, laid_like
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -77,22 +77,23 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 class Trial:
     """What the reference and float64 make of some arguments, to hold routes against.
 
-    An output of a few numbers says little about the error of the code behind it: by luck it may be far better or worse. Such a call is
-    tried eight times, with all tensors but the first rolled along their last dimension, and errors are taken over all of that.
+    An output of a few numbers says little about the error of the code behind it: by luck it may be far better or
+    worse. Such a call is tried eight times (`draws`), with all tensors but the first rolled along the last of their
+    dimensions that is longer than 1, and errors are taken over all of that.
     """
 
-    def __init__(self, op: Op, args: tuple):
+    def __init__(self, op: Op, args: tuple, draws: int | None = None):
         self.op, self.args = op, args
         first = outputs(op, op.reference, args)
-        self.draws = 8 if sum(x.numel() for x in first) <= _FEW else 1
+        self.draws = draws or (8 if sum(x.numel() for x in first) <= _FEW else 1)
         self.expected = [first, *(outputs(op, op.reference, self._drawn(i)) for i in range(1, self.draws))]
         self.true = [truth(op, self._drawn(i)) for i in range(self.draws)]
 
     def _drawn(self, i: int) -> tuple:
         if i == 0:
             return self.args
-        tensors = [n for n, x in enumerate(self.args) if isinstance(x, Tensor) and x.is_floating_point() and x.dim()]
-        return tuple(copy(x).copy_(x.roll(i * 97, -1)) if n in tensors[1:] else x for n, x in enumerate(self.args))
+        tensors = [n for n, x in enumerate(self.args) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.dim()]
+        return tuple(laid_like(x, rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args))
 
     def complaint(self, numerics: str, run: Callable[..., Any]) -> str | None:
         """Why a run does not keep the promise of its numerics class, or None. Shape, dtype and strides belong to every promise."""
@@ -110,15 +111,25 @@ class Trial:
         for output, reference, true in zip(
             *(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)), strict=True
         ):
-            error, allowed = relative_error(output, true), allowed_error(reference, true)
-            if not error <= allowed:
-                return f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
+            why = self.too_far(output, reference, true)
+            if why is not None:
+                return why
         return None
+
+    def too_far(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
+        """Why an output is further from float64 than `close` allows, or None."""
+        error, allowed = relative_error(output, true), allowed_error(reference, true)
+        return None if error <= allowed else f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
 
     def error(self, run: Callable[..., Any]) -> float:
         """The relative error of a run's first output against float64."""
         found = [outputs(self.op, run, self._drawn(i))[0] for i in range(self.draws)]
         return relative_error(_stacked(found), _stacked(true[0] for true in self.true))
+
+
+def rolled(x: Tensor, by: int) -> Tensor:
+    """A tensor rolled along the last of its dimensions that is longer than 1."""
+    return x.roll(by, next((dim for dim in reversed(range(x.dim())) if x.shape[dim] > 1), -1))
 
 
 def _stacked(parts: Iterable[Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ def minor(version: str | None) -> Version | None:
     >>> minor("2.11.0+cu130"), minor("3.9.0"), minor(None)
     ((2, 11), (3, 9), None)
     """
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    numbers = re.match(r"(\d{1,9})\.(\d{1,9})(?!\d)", version or "")  # Python converts no number of 5000 digits
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 

@@ -17,6 +17,7 @@ from turnout.routing.case import Case, normal, seeded
 INEXACT = True  # exponentials: small integers do not make sums exact
 NOT_OURS = ("cudnn", "flash", "efficient", "flash-attention-3", "flash-attention-4", "math", "narrow", "common-keys")  # torch's, or half so
 GLUON = ("wide-head-hopper",)
+ORDINARY = ("q", "k", "v")
 
 FLUX, WAN, VAE, QWEN = "Flux.1", "Wan2.1", "AutoencoderKL, mid block", "Qwen-Image, padded text"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

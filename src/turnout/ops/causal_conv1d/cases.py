@@ -82,6 +82,7 @@ def fla(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, 
     return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
 
 
+ORDINARY = ("weight",)
 PEERS = {"torch": eager, "torch.compile": compiled(eager)} | ({"fla": fla} if installed("fla") else {})
 
 

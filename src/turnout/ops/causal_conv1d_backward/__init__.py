@@ -11,6 +11,7 @@ from torch import Tensor
 from turnout.ops.causal_conv1d import CausalConv1d, Seen, channel_last, dense, fresh
 from turnout.ops.causal_conv1d import family as forward_family
 from turnout.ops.causal_conv1d import reference_cost as forward_cost
+from turnout.ops.causal_conv1d.checks import check
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -39,6 +40,7 @@ def reference(
     grad is y's gradient, grad_final that of the final states, empty where they were not asked for. Written out, because torch.func does not
     work inside the fake kernel of an op, and this is that kernel too.
     """
+    check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
     seen = Seen.of(x, weight, seq_idx, cu_seqlens, initial_states)
     wide, width = seen.line.dtype, weight.shape[1]
     grad = grad.to(wide)

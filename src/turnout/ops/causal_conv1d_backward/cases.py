@@ -53,6 +53,7 @@ def eager(grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Ten
     return torch.autograd.grad(y, leaves, grad)
 
 
+ORDINARY = ("weight",)
 PEERS = {"torch with forward": eager}
 
 

@@ -60,6 +60,7 @@ def eager(
     return y if x.dim() == 3 else y[..., 0]
 
 
+ORDINARY = ("weight",)
 PEERS = {"torch": eager, "torch.compile": compiled(eager)}
 BOUNDS = {"graph replay": replayed(CAUSAL_CONV1D_UPDATE)}  # a step is all launch until hundreds of sequences take it
 

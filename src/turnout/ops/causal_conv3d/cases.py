@@ -106,6 +106,7 @@ def joined_before(
 
 NOT_OURS = ("channels-last", "depth-taps")
 GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
+ORDINARY = ("weight",)
 BOUNDS = {"conv3d of joined frames": joined_before}
 PEERS = {"torch cat, pad, conv3d, channels-first": joined_in(FIRST), "torch cat, pad, conv3d, channels-last": joined_in(LAST)}
 

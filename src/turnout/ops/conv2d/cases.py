@@ -35,6 +35,7 @@ CASES = [
 ]
 NOT_OURS = ("channels-last", "pointwise")
 GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
+ORDINARY = ("weight",)
 PEERS = peers(F.conv2d)
 
 

@@ -84,6 +84,7 @@ def conv2d_per_tap(
 
 NOT_OURS = ("channels-last", "pointwise", "depth-taps", "depth-chunks")
 GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
+ORDINARY = ("weight",)
 PEERS = peers(F.conv3d) | {"conv2d per tap": conv2d_per_tap}
 
 

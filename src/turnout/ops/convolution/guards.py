@@ -134,14 +134,13 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
 
 
 def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
-    """On a CPU torch lays groups out by no rule where an image of one pixel goes in or comes out (2.13; it depends on threads, too)."""
-    if (
-        device.type == "cpu"
-        and problem.invalid() is None
-        and problem.groups > 1
-        and 1 in (prod(problem.input[2:]), prod(problem.output[2:]))
-    ):
-        yield f"{problem.groups} groups of one pixel, whose strides follow no rule, this route needs more pixels or 1 group"
+    """On a CPU torch lays groups out by no rule where an image that goes in or comes out is one pixel wide or high
+    (2.13; it depends on threads, too)."""
+    if device.type != "cpu" or problem.invalid() is not None or problem.groups == 1:
+        return
+    if 1 in (*problem.input[-2:], *problem.output[-2:]):
+        facts = f"{problem.groups} groups and an axis of size one, whose strides follow no rule"
+        yield f"{facts}, this route needs longer axes or 1 group"
 
 
 def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:

@@ -68,7 +68,14 @@ def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ou
 
 
 def normalised(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
-    """PyTorch's own norm, then its activation."""
+    """PyTorch's own norm, then its activation.
+
+    An x without elements has a norm without elements. That is said here because torch is of several minds about
+    it: 2.13 gives it back with NaN for the weight's gradient, 2.15 raises.
+    """
+    elements = x.numel()
+    if isinstance(elements, int) and not elements:  # where the size is symbolic, it is not zero
+        return _empty_norm(x, weight, bias)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
     if all(given is None or given.dtype == x.dtype for given in (weight, bias)):
@@ -78,6 +85,15 @@ def normalised(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | Non
         scale, shift = (None if given is None else given.to(wide) for given in (weight, bias))
         y = torch.group_norm(x.to(wide), groups, scale, shift, eps).to(x.dtype)
     return F.silu(y) if silu else y
+
+
+def _empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The norm of an x without elements, of which gradients reach x, weight and bias: zeros."""
+    per_channel = (-1,) + (1,) * (x.dim() - 2)  # [C] to [C, 1, ...]
+    y = x.clone()
+    y = y if weight is None else y * weight.view(per_channel)
+    y = y if bias is None else y + bias.view(per_channel)
+    return y.to(x.dtype)
 
 
 def reference(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:

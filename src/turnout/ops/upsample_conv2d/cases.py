@@ -71,6 +71,7 @@ def upsample_then_convolve(layout: str):
 
 NOT_OURS = ("channels-last", "phases")
 GLUON = ("implicit-gemm-hopper",)
+ORDINARY = ("weight",)
 PEERS = {
     "torch channels-first": upsample_then_convolve(FIRST),
     "torch channels-last": upsample_then_convolve(LAST),
