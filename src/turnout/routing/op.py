@@ -13,12 +13,24 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from turnout.routing import failures, settings
 from turnout.routing.case import Case
-from turnout.routing.choose import REFERENCE, Verdict, choose
+from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
+from turnout.routing.fallback import (
+    AUTOCAST_ON,
+    PLAIN_TENSORS,
+    Blocked,
+    autocasting,
+    blocked,
+    count_modes,
+    differentiable_backward,
+    functorch_level,
+    tracing_state,
+)
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -31,15 +43,11 @@ OPS: dict[str, Op] = {}
 _watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
-_PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _MOST_REMEMBERED = 4096
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
 
-_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class TurnoutWarning(UserWarning):
@@ -100,7 +108,8 @@ class Op:
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; such an op has no backward.
     `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
-    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
+    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs as if autocast were off), or
+    "reference" (leave it to torch).
     `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
     settings is another call.
     """
@@ -122,6 +131,7 @@ class Op:
         self._cases = cases
         self.signature = inspect.signature(reference)
         self._arguments = arguments
+        self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed: dict[tuple[str, Key], str] = {}
         self.memo: dict[tuple, Callable[..., Any]] = {}
@@ -180,40 +190,50 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if facts is None or not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
-            return self.reference(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
+        if isinstance(settings.entered.get(), settings.Asking):
+            raise settings.Asked(self, args)
+        if facts is None or tracing_state() is not None or not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
+            return self.plain(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
+        if blocked(args, False) is not None:
+            return self._left_to_torch(args)  # nor is this: a plain call has the same facts
         if len(self.memo) >= _MOST_REMEMBERED:
             self.memo.clear()
         run = self.memo[facts] = self._chosen(args)
         return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
-        if self.autocast == "cast" and _autocasting():
+        if self.autocast == "cast" and autocasting():
             return self._under_autocast
-        for watch in _watchers if _watchers and _as_given(args) else ():
+        for watch in _watchers:
             watch(self, args)
         key = self.key(args)
+        self._mind_pin(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
-            return self.builtin or self.reference
+            return self.builtin or self.plain
         run = self.opaque if key.wants_grad else self.routes[verdict.chosen].ready(args, dict(verdict.config))
         return self.driven(run, args)
 
     def driven(self, run: Callable[..., Any], like: tuple) -> Callable[..., Any]:
         """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
         subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
-        reference does not pay for it."""
-        reference, minds_autocast = self.reference, self.autocast == "reference"
+        reference does not pay for it. `fallback.blocked` asks the same, for the words."""
+        minds_autocast = self.autocast == "reference"
         places = [i for i, x in enumerate(like) if isinstance(x, Tensor)]
         device, may_be_conjugate = like[places[0]].device, any(like[i].is_complex() for i in places)
 
         def drive(*args: Any) -> Any:
-            if _functorch_level() is not None or _count_modes() or (minds_autocast and _autocasting()):
-                return reference(*args)
+            if (
+                functorch_level() is not None
+                or count_modes()
+                or forward_ad._current_level >= 0
+                or (minds_autocast and autocasting())
+            ):
+                return self._left_to_torch(args)
             for i in places:
                 x = args[i]
-                if type(x) not in _PLAIN_TENSORS or x.is_neg() or x.device != device or (may_be_conjugate and x.is_conj()):
-                    return reference(*args)
+                if type(x) not in PLAIN_TENSORS or x.is_neg() or x.device != device or (may_be_conjugate and x.is_conj()):
+                    return self._left_to_torch(args)
             try:
                 return run(*args)
             except Exception as failure:
@@ -223,34 +243,87 @@ class Op:
 
         return drive
 
+    def _left_to_torch(self, args: tuple) -> Any:
+        """A call that no route may take, in plain PyTorch."""
+        self._mind_pin(args)
+        return self.plain(*args)
+
+    def _mind_pin(self, args: tuple) -> None:
+        """Raise where a route is pinned and none may take the call, unless torch rewrites the program: then a pin does not count."""
+        pinned, why = settings.current().pins.get(self.name, REFERENCE), blocked(args, self.autocast == "reference")
+        if pinned != REFERENCE and why is not None and why.pin_raises:
+            raise Refused(f"{self.name} is pinned to {pinned!r}, which refuses {plain_problem(self.problem(*args))}: {why.reason}")
+
+    def _without_autocast(self, *args: Any) -> Any:
+        """The reference of an op that autocast leaves alone, whatever torch does to the ops it is made of."""
+        if not autocasting():
+            return self.reference(*args)
+        with without_autocast():
+            return self.reference(*args)
+
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
-        device_type = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if torch.is_autocast_enabled(device_type):
-            args = tuple(_autocast(x, device_type) if isinstance(x, Tensor) else x for x in args)
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        args = self.cast(args, Tensor.to)
+        with without_autocast():
             return self(*args)
+
+    def cast(self, args: tuple, to: Callable[..., Tensor], device_type: str | None = None) -> tuple:
+        """The arguments as autocast would cast them for this op, if it is on for their device: `to(x, dtype=...)` makes one of x.
+
+        device_type: of a device that is asked about in place of the tensors' own.
+        """
+        if self.autocast != "cast" or not autocasting():
+            return args
+        kind = device_type or next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(kind):
+            return args
+        dtype = torch.get_autocast_dtype(kind)
+
+        def cast(x: Any) -> Any:
+            eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, dtype)
+            return to(x, dtype=dtype) if eligible and (device_type is not None or x.device.type == kind) else x
+
+        return tuple(map(cast, args))
+
+    def explain(self, args: tuple, device: Device | None = None) -> Verdict:
+        """What a call with these arguments of the reference would run, here and now: under this autocast, transform or mode, and with
+        this pin. A device stands for one that is not here: tensors may then be anywhere."""
+        seen = self.cast(args, torch.empty_like, None if device is None else device.type)  # no need to compute what is only looked at
+        key = self.key(seen)._replace(wants_grad=self._wants_grad(args))
+        minds_autocast = self.autocast == "reference"
+        if device is not None:
+            why = AUTOCAST_ON if minds_autocast and autocasting() else None
+            return self.verdict(key._replace(devices=()), device, why)
+        why = blocked(args, minds_autocast)
+        where = key.devices[0] if key.devices else torch.device("cpu")
+        if why is None and not _has_routes(where):
+            why = Blocked(f"a tensor on {where}, routes need one on a CPU or a GPU", False)
+        return self.verdict(key, blocked=why)
 
     def key(self, args: tuple) -> Key:
         """All that the choice for these arguments depends on."""
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        return Key(self.problem(*args), wants_grad, tuple(x.device for x in tensors))
+        return Key(self.problem(*args), self._wants_grad(args), tuple(x.device for x in args if isinstance(x, Tensor)))
 
-    def verdict(self, key: Key, device: Device | None = None) -> Verdict:
+    @staticmethod
+    def _wants_grad(args: tuple) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
+
+    def verdict(self, key: Key, device: Device | None = None, blocked: Blocked | None = None) -> Verdict:
         """What `choose` says of this key under the current settings, tables and failures."""
         current = settings.current()
-        odd = f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}" if len(set(key.devices)) > 1 else None
+        if blocked is None and len(set(key.devices)) > 1:
+            blocked = Blocked(f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}, routes need one device", True)
+        pin, reason = current.pins.get(self.name), None if blocked is None else blocked.reason
+        if blocked is not None and not blocked.pin_raises and pin not in (None, REFERENCE):
+            pin, reason = None, f"{blocked.reason}; a pin does not count there"
         device = device or (Device.of(key.devices[0]) if key.devices else Device.of("cpu"))
         return choose(
             self, key.problem, device,
-            pin=current.pins.get(self.name), numerics=current.numerics,
+            pin=pin, numerics=current.numerics,
             measured=Tables.for_device(device).lookup(self, key.problem),
             failed=self._failures(key, device),
             overhead=AUTOGRAD_OVERHEAD if key.wants_grad else 0.0,
-            odd=odd,
+            blocked_by=reason,
         )  # fmt: skip
 
     def _failures(self, key: Key, device: Device) -> dict[str, str]:
@@ -316,7 +389,7 @@ def {op.name}({arguments}):
 """
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
-        "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
+        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
         "ambient": op.ambient,
     }  # fmt: skip
     exec(source, known)
@@ -335,24 +408,10 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
         forget_choices()
 
 
-def _as_given(args: tuple) -> bool:
-    """Whether arguments are tensors that can be computed with here and now: no transform, no mode, no tensor subclass."""
-    plain = all(type(x) in _PLAIN_TENSORS for x in args if isinstance(x, Tensor))
-    return plain and _functorch_level() is None and not _count_modes()
-
-
 def forget_choices() -> None:
     """Drop every remembered choice: a table changed, or a route failed."""
     for op in OPS.values():
         op.memo.clear()
-
-
-def op_named(op: str | Callable[..., Any]) -> Op:
-    """The op of a name or of a public function."""
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in OPS:
-        raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted(OPS))}")
-    return OPS[name]
 
 
 def _has_routes(device: torch.device) -> bool:
@@ -365,9 +424,11 @@ def _is_launch_failure(failure: Exception) -> bool:
     return isinstance(failure, (RuntimeError, MemoryError)) or type(failure).__module__.startswith("triton")
 
 
-def _autocast(x: Tensor, device_type: str) -> Tensor:
-    eligible = x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device_type
-    return x.to(torch.get_autocast_dtype(device_type)) if eligible else x
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off for CPU and GPU, whichever is on."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -412,7 +473,8 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
         return found if isinstance(found, tuple) else (found,)
 
-    found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
-    full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
-    gradients = dict(zip(wanted, vjp(full), strict=True))
+    with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():  # grad mode is on for create_graph
+        found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
+        full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
+        gradients = dict(zip(wanted, vjp(full), strict=True))
     return tuple(gradients.get(i) for i in range(len(inputs)))

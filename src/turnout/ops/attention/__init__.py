@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.ops.attention import costs, padding
 from turnout.routing.choose import plain
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class Attention(NamedTuple):
@@ -213,6 +214,7 @@ ATTENTION = Op(
 )  # fmt: skip
 
 
+@public(ATTENTION)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,

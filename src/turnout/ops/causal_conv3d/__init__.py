@@ -16,6 +16,7 @@ from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format
 from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 PAD_MODES = ("zeros", "replicate")
 
@@ -155,6 +156,7 @@ CAUSAL_CONV3D = Op(
 )  # fmt: skip
 
 
+@public(CAUSAL_CONV3D)
 def causal_conv3d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",

@@ -11,6 +11,7 @@ from turnout.ops.convolution import problem as shared
 from turnout.ops.convolution.costs import family, reference_cost, work
 from turnout.ops.convolution.gradients import convolution_vjp
 from turnout.routing.op import Op
+from turnout.routing.public import public
 
 
 def reference(
@@ -35,6 +36,7 @@ CONV3D = Op(
 )  # fmt: skip
 
 
+@public(CONV3D)
 def conv3d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
     dilation: int | Sequence[int] = 1, groups: int = 1, *, residual: Tensor | None = None,

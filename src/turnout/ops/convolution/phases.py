@@ -78,7 +78,7 @@ def _places(high: Axis, wide: Axis, rows: int, columns: int, dtype: torch.dtype,
         for a in range(len(high.starts)) for b in range(len(wide.starts)) for u in range(high.length) for v in range(wide.length)
         for y in range(rows) for x in range(columns)
     ]  # fmt: skip
-    return torch.tensor(values, dtype=dtype).reshape(-1, rows * columns).to(device)
+    return torch.tensor(values, dtype=dtype, device="cpu").reshape(-1, rows * columns).to(device)
 
 
 def by_phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: Sequence[int], out: Tensor) -> Tensor:
