@@ -219,8 +219,10 @@ def in_dual_level(f, x):
 def autocast_cuda():
     """As on a machine with a GPU: `torch.autocast` turns itself off where there is none."""
     torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
 
 
 SITUATIONS = {
