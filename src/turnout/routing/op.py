@@ -110,8 +110,8 @@ class Op:
     `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs as if autocast were off), or
     "reference" (leave it to torch).
-    `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
-    settings is another call.
+    `ambient(first argument)` gives the settings of torch that change the choice for such a call, such as its TF32 flags: `of` reads them,
+    and here a call with other settings is another call.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Op:
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
         mutates: tuple[str, ...] = (),
-        ambient: Callable[[], Any] | None = None,
+        ambient: Callable[[Tensor], Any] | None = None,
         builtin: Callable[..., Any] | None = None,
     ):  # fmt: skip
         self.ambient, self.builtin = ambient, builtin
@@ -360,7 +360,7 @@ def _written_out(op: Op) -> Callable[..., Any]:
     tensor = "{0}.shape, {0}.stride(), {0}.dtype"
     facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     if op.ambient is not None:
-        facts.append("ambient()")
+        facts.append(f"ambient({next(iter(op.signature.parameters))})")
     facts.append(f"{next(iter(op.signature.parameters))}.get_device()")  # that the others are on it too is asked of routes only
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)

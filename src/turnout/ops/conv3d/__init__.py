@@ -10,6 +10,7 @@ from torch import Tensor
 from turnout.ops.convolution import problem as shared
 from turnout.ops.convolution.costs import family, reference_cost, work
 from turnout.ops.convolution.gradients import convolution_vjp
+from turnout.ops.convolution.layout import with_residual
 from turnout.routing.op import Op
 from turnout.routing.public import public
 
@@ -18,8 +19,7 @@ def reference(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    y = F.conv3d(input, weight, bias, stride, padding, dilation, groups)
-    return y if residual is None else y.add_(residual.to(y.dtype))
+    return with_residual(F.conv3d(input, weight, bias, stride, padding, dilation, groups), residual)
 
 
 def arguments(
