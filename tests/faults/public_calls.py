@@ -1,5 +1,6 @@
 """Small calls of every public function, each with its arguments by name. Together they use every argument there is."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -167,10 +168,15 @@ class Call(NamedTuple):
 
     def written(self) -> tuple[str, ...]:
         """The arguments it writes into."""
-        return (*WRITTEN.get(self.name, ()), *(["out"] if "out" in self.make() else []))
+        return _written(self)
 
     def lowered(self, **kwargs):
         return lower(self.function, **(kwargs or self.make()))
+
+
+@functools.cache
+def _written(call: Call) -> tuple[str, ...]:
+    return (*WRITTEN.get(call.name, ()), *(["out"] if "out" in call.make() else []))
 
 
 def names() -> list[str]:
@@ -179,6 +185,7 @@ def names() -> list[str]:
 
 
 CALLS = [Call(name, i) for name in MAKERS for i in range(len(list(MAKERS[name](Made()))))]
+assert all(call.written() is not None for call in CALLS)  # known before a test changes the default device
 calls = pytest.mark.parametrize("call", CALLS, ids=str)
 
 

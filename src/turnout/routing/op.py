@@ -263,9 +263,9 @@ class Op:
 
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
-        args = self.cast(args, Tensor.to)
+        cast = self.cast(args, Tensor.to)
         with without_autocast():
-            return self(*args)
+            return self(*cast)
 
     def cast(self, args: tuple, to: Callable[..., Tensor], device_type: str | None = None) -> tuple:
         """The arguments as autocast would cast them for this op, if it is on for their device: `to(x, dtype=...)` makes one of x.
@@ -445,6 +445,12 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     opaque = getattr(torch.ops.turnout, op.name).default
 
     def when_compiled(*args: Any) -> Any:
+        if autocasting():
+            if op.autocast == "reference":
+                return op.reference(*args)
+            cast = op.cast(args, Tensor.to)
+            with without_autocast():
+                return when_compiled(*cast)
         tensors = [x for x in args if isinstance(x, Tensor)]
         known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
         return op.reference(*args) if known and op.verdict(op.key(args)).chosen == REFERENCE else opaque(*args)
