@@ -23,10 +23,11 @@ demo: setup
 test: setup lint
 	OMP_WAIT_POLICY=passive $(RUN) -m pytest -q -n 2 --dist worksteal
 
-# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
+# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for
+# each; every public call in every situation, with every route pinned.
 SIGNALS ?= 500
 fault-test: setup
-	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) $(RUN) -m pytest -q -s tests/faults
+	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) TURNOUT_EVERY_CALL=1 $(RUN) -m pytest -q -s tests/faults
 
 lint: setup
 	.venv/bin/ruff check .

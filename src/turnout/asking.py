@@ -11,13 +11,16 @@ from turnout.routing.op import OPS, Op, Route
 from turnout.routing.public import lower, op_named
 
 
-def explain(op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any) -> Verdict:
-    """Which route a call would take on its device, by which authority, and why the others would not. Runs no kernel.
+def explain(
+    op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any
+) -> Verdict:  # fmt: skip
+    """Which route a call would take on its device, by which authority, and why no other. Runs no kernel.
 
-    `op` is a public function or its name; the other arguments are exactly those of the call, by position or by name. (An op that has no
-    public function takes its reference's arguments.) The answer is about a call made here and now: under this autocast, inside this
-    transform or mode, with this pin. `device` asks for a card that is not here, by name ("h200"); the tensors may then be anywhere, also
-    fake or on the meta device. `str()` of the answer is for people, `.json()` for reports.
+    `op` is a public function or its name; the other arguments are exactly those of the call, by position or
+    by name. (An op that has no public function takes its reference's arguments.) The answer is about a call
+    made here and now: under this autocast, inside this transform or mode, with this pin. `device` asks for a
+    card that is not here, by name ("h200"); the tensors may then be anywhere, also fake or on the meta
+    device. `str()` of the answer is for people, `.json()` for reports.
 
     >>> import torch, turnout
     >>> verdict = turnout.explain("dot", torch.ones(3), torch.ones(3))

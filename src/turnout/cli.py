@@ -79,13 +79,14 @@ def explain(
 ) -> None:
     """Which route a call would take and why, also for a GPU that is not here.
 
-    Pass each argument of the function as --name VALUE: a shape for a tensor (add :dtype to override --dtype), else a number, a list, a
-    string, true, false or none. Semicolons separate several tensors or lists. Numbers are a list where the function takes lists as well
-    as tensors (kv_lengths). Omitted arguments take their defaults.
+    Pass each argument of the function as --name VALUE: a shape for a tensor (add :dtype to override --dtype),
+    else a number, a list, a string, true, false or none. Semicolons separate several tensors or lists.
+    Numbers are a list where the function takes lists as well as tensors (kv_lengths). Omitted arguments take
+    their defaults.
 
     [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
 
-    [bold]Example[/bold]  turnout explain norm_rope_qk --q "1,512,24,128;1,4096,24,128" --k "1,512,24,128;1,4096,24,128" --norm true
+    [bold]Example[/bold]  turnout explain norm_rope_qk --q "1,512,8,64;1,64,8,64" --k "1,512,8,64;1,64,8,64"
     """
     from turnout.asking import explain as ask
     from turnout.routing.device import Device
@@ -95,7 +96,8 @@ def explain(
     given = _options(context.args)
     unknown = set(given) - set(parameters)
     if unknown:
-        raise ValueError(f"{op} has no argument {', '.join(sorted(unknown))}; it has: {', '.join(parameters)}")
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{op} has no argument {names}; it has: {', '.join(parameters)}")
     arguments = {name: _argument(parameters[name].annotation, text, dtype) for name, text in given.items()}
     try:
         verdict = ask(op, **arguments, device=Device.named(device) if device else Device.of(_device(None)))

@@ -90,7 +90,8 @@ def choose(
     """Pick the route of one call. Pure: the same arguments give the same verdict.
 
     `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed` holds routes that failed
-    at launch. `overhead` is what any route pays on top of the reference, in seconds. `blocked_by` is a reason no route can take this call.
+    at launch. `overhead` is what any route pays on top of the reference, in seconds. `blocked_by` is a reason
+    why no route can take this call.
     """
     refused: dict[str, list[str]] = {}
     microseconds: dict[str, float | None] = {}
@@ -113,7 +114,8 @@ def choose(
     if pin is not None:
         if pin in refused:
             raise Refused(f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}")
-        return verdict(pin, "pin", "asked for", None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured))
+        config = None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured)
+        return verdict(pin, "pin", "asked for", config)
     if blocked_by is not None:
         return verdict(REFERENCE, REFERENCE, blocked_by)
 
@@ -144,8 +146,8 @@ def choose(
 
 def _pinned_config(
     route: Route, problem: Any, device: Device, measured: Sequence[tuple[str, Measurement]]
-) -> Mapping[str, Any] | None:
-    """The configuration of a pinned route: the one that was measured for this problem, else the first it offers."""
+) -> Mapping[str, Any] | None:  # fmt: skip
+    """The configuration of a pinned route: what was measured for this problem, else the first it offers."""
     for _, measurement in measured:
         if route.name in measurement.config:
             return measurement.config[route.name]

@@ -1,8 +1,8 @@
-"""Calls that only plain PyTorch can take, whatever their shapes: under a transform or a mode, with a tensor subclass.
+"""Calls that only plain PyTorch can take: under a transform or a mode, with a tensor subclass.
 
-A call asks this before it runs a route, and `explain` asks the same questions, so the two agree. Whatever reads the
-values of a tensor on the host asks `can_read_values` first: under a transform there are none, and a trace would keep
-those of its example.
+A call asks this before it runs a route, and `explain` asks the same questions, so the two agree. Whatever
+reads the values of a tensor on the host asks `can_read_values` first: under a transform there are none, and a
+trace would keep those of its example.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
-functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+functorch_level: Callable[[], Any] = _functorch.peek_interpreter_stack
 count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
@@ -29,7 +31,8 @@ class Blocked(NamedTuple):
     """Why no route may take a call."""
 
     reason: str
-    pin_raises: bool  # False where torch rewrites the program, as vmap does: there a pin has nothing to decide
+    # False where torch rewrites the program, as vmap does: there a pin has nothing to decide.
+    pin_raises: bool
 
 
 AUTOCAST_ON = Blocked("autocast is on, routes of this op need it off", True)
@@ -67,7 +70,7 @@ def _rewriting() -> str | None:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
     if count_modes():
-        return f"dispatch mode {type(torch.utils._python_dispatch._get_current_dispatch_mode()).__name__}"
+        return f"dispatch mode {type(_get_current_dispatch_mode()).__name__}"
     if tracing_state() is not None:
         return "torch.jit.trace"
     return None
@@ -97,7 +100,7 @@ def differentiable_backward() -> Iterator[None]:
 
 
 def needs_any_derivative() -> bool:
-    """Whether more than a first backward is asked of the reference: forward-mode derivatives, or derivatives of derivatives.
+    """Whether more than a first backward is asked of the reference: forward-mode or second derivatives.
 
     torch's fused kernels, such as those of attention, have neither.
     """
@@ -105,7 +108,7 @@ def needs_any_derivative() -> bool:
         return True
     if functorch_level() is None:
         return False
-    levels = [str(level.key()).rpartition(".")[2] for level in torch._C._functorch.get_interpreter_stack()]  # pyright: ignore
+    levels = [str(level.key()).rpartition(".")[2] for level in _functorch.get_interpreter_stack()]
     return "Jvp" in levels or levels.count("Grad") > 1
 
 

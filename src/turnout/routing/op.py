@@ -49,7 +49,6 @@ _MOST_REMEMBERED = 4096
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
 
 
-
 class TurnoutWarning(UserWarning):
     """Something was given up, and the result is still right."""
 
@@ -108,10 +107,10 @@ class Op:
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; such an op has no backward.
     `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
-    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs as if autocast were off), or
-    "reference" (leave it to torch).
-    `ambient(first argument)` gives the settings of torch that change the choice for such a call, such as its TF32 flags: `of` reads them,
-    and here a call with other settings is another call.
+    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs
+    as if autocast were off), or "reference" (leave it to torch).
+    `ambient(first argument)` gives the settings of torch that change the choice for such a call, such as its
+    TF32 flags: `of` reads them, and here a call with other settings is another call.
     """
 
     def __init__(
@@ -192,7 +191,9 @@ class Op:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
         if isinstance(settings.entered.get(), settings.Asking):
             raise settings.Asked(self, args)
-        if facts is None or tracing_state() is not None or not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
+        if facts is None or tracing_state() is not None:
+            return self.plain(*args)
+        if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
             return self.plain(*args)  # not remembered: the facts of a meta tensor are those of a CPU tensor
         if blocked(args, False) is not None:
             return self._left_to_torch(args)  # nor is this: a plain call has the same facts
@@ -223,12 +224,8 @@ class Op:
         device, may_be_conjugate = like[places[0]].device, any(like[i].is_complex() for i in places)
 
         def drive(*args: Any) -> Any:
-            if (
-                functorch_level() is not None
-                or count_modes()
-                or forward_ad._current_level >= 0
-                or (minds_autocast and autocasting())
-            ):
+            rewritten = functorch_level() is not None or count_modes() or forward_ad._current_level >= 0
+            if rewritten or (minds_autocast and autocasting()):
                 return self._left_to_torch(args)
             for i in places:
                 x = args[i]
@@ -249,10 +246,12 @@ class Op:
         return self.plain(*args)
 
     def _mind_pin(self, args: tuple) -> None:
-        """Raise where a route is pinned and none may take the call, unless torch rewrites the program: then a pin does not count."""
-        pinned, why = settings.current().pins.get(self.name, REFERENCE), blocked(args, self.autocast == "reference")
-        if pinned != REFERENCE and why is not None and why.pin_raises:
-            raise Refused(f"{self.name} is pinned to {pinned!r}, which refuses {plain_problem(self.problem(*args))}: {why.reason}")
+        """Raise where a route is pinned and none may take the call, unless torch rewrites the program."""
+        pinned = settings.current().pins.get(self.name, REFERENCE)
+        why = None if pinned == REFERENCE else blocked(args, self.autocast == "reference")
+        if why is not None and why.pin_raises:
+            problem = plain_problem(self.problem(*args))
+            raise Refused(f"{self.name} is pinned to {pinned!r}, which refuses {problem}: {why.reason}")
 
     def _without_autocast(self, *args: Any) -> Any:
         """The reference of an op that autocast leaves alone, whatever torch does to the ops it is made of."""
@@ -268,7 +267,7 @@ class Op:
             return self(*cast)
 
     def cast(self, args: tuple, to: Callable[..., Tensor], device_type: str | None = None) -> tuple:
-        """The arguments as autocast would cast them for this op, if it is on for their device: `to(x, dtype=...)` makes one of x.
+        """The arguments as autocast casts them for this op, if it is on for their device: `to(x, dtype=)`.
 
         device_type: of a device that is asked about in place of the tensors' own.
         """
@@ -280,15 +279,18 @@ class Op:
         dtype = torch.get_autocast_dtype(kind)
 
         def cast(x: Any) -> Any:
-            eligible = isinstance(x, Tensor) and x.is_floating_point() and x.dtype not in (torch.float64, dtype)
-            return to(x, dtype=dtype) if eligible and (device_type is not None or x.device.type == kind) else x
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype in (torch.float64, dtype):
+                return x
+            return to(x, dtype=dtype) if device_type is not None or x.device.type == kind else x
 
         return tuple(map(cast, args))
 
     def explain(self, args: tuple, device: Device | None = None) -> Verdict:
-        """What a call with these arguments of the reference would run, here and now: under this autocast, transform or mode, and with
-        this pin. A device stands for one that is not here: tensors may then be anywhere."""
-        seen = self.cast(args, torch.empty_like, None if device is None else device.type)  # no need to compute what is only looked at
+        """What a call with these arguments of the reference would run, here and now: under this autocast,
+        transform or mode, and with this pin. A device stands for one that is not here: tensors may then be
+        anywhere."""
+        # Only sizes, strides and dtypes are looked at: casting needs no values.
+        seen = self.cast(args, torch.empty_like, None if device is None else device.type)
         key = self.key(seen)._replace(wants_grad=self._wants_grad(args))
         minds_autocast = self.autocast == "reference"
         if device is not None:
@@ -302,7 +304,8 @@ class Op:
 
     def key(self, args: tuple) -> Key:
         """All that the choice for these arguments depends on."""
-        return Key(self.problem(*args), self._wants_grad(args), tuple(x.device for x in args if isinstance(x, Tensor)))
+        devices = tuple(x.device for x in args if isinstance(x, Tensor))
+        return Key(self.problem(*args), self._wants_grad(args), devices)
 
     @staticmethod
     def _wants_grad(args: tuple) -> bool:
@@ -312,7 +315,8 @@ class Op:
         """What `choose` says of this key under the current settings, tables and failures."""
         current = settings.current()
         if blocked is None and len(set(key.devices)) > 1:
-            blocked = Blocked(f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}, routes need one device", True)
+            names = " and ".join(map(str, dict.fromkeys(key.devices)))
+            blocked = Blocked(f"tensors on {names}, routes need one device", True)
         pin, reason = current.pins.get(self.name), None if blocked is None else blocked.reason
         if blocked is not None and not blocked.pin_raises and pin not in (None, REFERENCE):
             pin, reason = None, f"{blocked.reason}; a pin does not count there"
@@ -389,8 +393,8 @@ def {op.name}({arguments}):
 """
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
-        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
-        "ambient": op.ambient,
+        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get,
+        "settle": op.settle, "ambient": op.ambient,
     }  # fmt: skip
     exec(source, known)
     return known[op.name]
@@ -479,8 +483,10 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
         return found if isinstance(found, tuple) else (found,)
 
-    with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():  # grad mode is on for create_graph
+    # Grad mode is on for create_graph.
+    with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():
         found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
-        full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
+        pairs = zip(found, grads, strict=True)
+        full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in pairs)
         gradients = dict(zip(wanted, vjp(full), strict=True))
     return tuple(gradients.get(i) for i in range(len(inputs)))

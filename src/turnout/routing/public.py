@@ -1,7 +1,8 @@
-"""Public functions and the calls of ops they make: what `explain`, `tune`, `pin` and the command line are asked about.
+"""Public functions and their calls of ops: what `explain`, `tune`, `pin` and the CLI are asked about.
 
-A public function is declared once, with the ops it may call. How its arguments become those of an op is written in the
-function itself and nowhere else: `lower` runs it up to the point where the op would choose a route.
+A public function is declared once, with the ops it may call. How its arguments become those of an op is
+written in the function itself and nowhere else: `lower` runs it up to the point where the op would choose a
+route.
 """
 
 from __future__ import annotations

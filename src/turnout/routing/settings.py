@@ -32,7 +32,7 @@ class Asked(Exception):
         self.call = op, args
 
 
-PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions to those of the ops they may call
+PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions, and of the ops they may call
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
 _known: dict[tuple, Settings] = {}
@@ -73,7 +73,8 @@ def check_level(level: str) -> str:
 def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
     """Pins of public functions or ops as pins of ops. Raise unless every pinned op and route exists.
 
-    A public function pins each op it may call that has the route; an op that is named itself comes before that.
+    A public function pins each op it may call that has the route; an op that is itself named comes before
+    that.
     """
     from turnout.routing.op import OPS
 
@@ -81,7 +82,8 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
     for name, route in sorted(pins.items(), key=lambda pin: pin[0] not in PINNED_TOGETHER):
         ops = PINNED_TOGETHER.get(name, (name,))
         if not all(op in OPS for op in ops):
-            raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted({*OPS, *PINNED_TOGETHER}))}")
+            known = ", ".join(sorted({*OPS, *PINNED_TOGETHER}))
+            raise ValueError(f"op {name!r} is not known; one of: {known}")
         routes = dict.fromkeys(known for op in ops for known in (*OPS[op].routes, "reference"))
         if route not in routes:
             raise ValueError(f"op {name} has no route {route!r}; one of: {', '.join(routes)}")
@@ -99,7 +101,7 @@ def _entered(settings: Settings) -> Iterator[None]:
 
 
 def asking() -> contextlib.AbstractContextManager[None]:
-    """Inside this block a call of an op raises `Asked`. The settings are a new object: no remembered call has them."""
+    """Inside this block a call of an op raises `Asked`. The settings are new: no remembered call has them."""
     now = current()
     return _entered(Asking(now.pins, now.numerics))
 
@@ -107,10 +109,11 @@ def asking() -> contextlib.AbstractContextManager[None]:
 def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
     """Force the route of an op inside a `with` block, in this thread: `pin(matmul="as-dot")`.
 
-    The name is that of a public function or of an op; a function that calls several ops (`rms_norm_silu` with `out=` calls another)
-    pins all of them. The route runs with the configuration that was measured for the call, else with the first that it offers.
-    A route that refuses the call raises `Refused` with its reasons, a tensor subclass included. Inside a transform of `torch.func` or
-    a dispatch mode torch rewrites the program, and plain PyTorch runs, pinned or not.
+    The name is that of a public function or of an op; a function that may call several ops (`rms_norm_silu`
+    with `out=` calls another) pins all of them. The route runs with the configuration that was measured for
+    the call, else with the first that it offers. A route that refuses the call raises `Refused` with its
+    reasons, a tensor subclass included. Inside a transform of `torch.func` or a dispatch mode torch rewrites
+    the program, and plain PyTorch runs, pinned or not.
 
     Pins nest; the inner one wins for its op. The environment variable ``TURNOUT_PIN="matmul=as-dot"`` does the same for a process.
 

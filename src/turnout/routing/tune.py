@@ -19,7 +19,16 @@ from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.fallback import blocked
-from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, watched, without_autocast
+from turnout.routing.op import (
+    OPS,
+    Config,
+    Op,
+    Route,
+    TurnoutWarning,
+    forget_choices,
+    watched,
+    without_autocast,
+)
 from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.row import Row
 from turnout.routing.store import publish
@@ -64,7 +73,8 @@ def tune(
         calls = [(known, known.name, lambda: made)]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        calls = [(o, f"{o.name} {c}", functools.partial(_of_case, o, c, where)) for o in _named(op) for c in o.cases()]
+        cases = [(o, case) for o in _named(op) for case in o.cases()]
+        calls = [(o, f"{o.name} {case}", functools.partial(_of_case, o, case, where)) for o, case in cases]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -88,7 +98,7 @@ def _of_case(op: Op, case: Case, device: torch.device) -> tuple:
 
 
 def _as_run(call: Lowered) -> Lowered:
-    """A call with the arguments that routes would be given. Raise where no route may take it, as with a tensor subclass."""
+    """A call with the arguments that routes would be given. Raise where none may take it (a subclass)."""
     why = blocked(call.args, call.op.autocast == "reference")
     if why is not None:
         raise ValueError(f"turnout.tune: {call.op.name} cannot be measured here: {why.reason}")

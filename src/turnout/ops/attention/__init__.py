@@ -129,12 +129,12 @@ def reference(
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """torch's attention; by its products and softmax where a derivative is asked for that its fused kernels do not have."""
-    grouped = bool(q.shape[1] != k.shape[1])
+    """torch's attention; by products and a softmax where its fused kernels lack a wanted derivative."""
+    gqa = bool(q.shape[1] != k.shape[1])
     if not needs_any_derivative():
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int) -> Tensor:

@@ -125,11 +125,11 @@ _kept: list[tuple[Any, int, Any]] = []
 
 
 def _values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """What `read` makes of a tensor's values, or None where they cannot be looked at: while a graph is traced or captured, and in
-    transforms.
+    """What `read` makes of a tensor's values; None where they cannot be looked at: in transforms, and while a
+    graph is traced or captured.
 
-    On a GPU reading waits for the device, so a tensor is read once: the layers of a model share theirs. One that was made in inference
-    mode may change unnoticed, and is read every time.
+    On a GPU reading waits for the device, so a tensor is read once: the layers of a model share theirs. One
+    that was made in inference mode may change unnoticed, and is read every time.
     """
     if not can_read_values(tensor):
         return None

@@ -65,9 +65,10 @@ _checked: tuple[Any, int, int] = (lambda: None, 0, 0)
 def check_ends(cu_seqlens: Tensor, x: Tensor) -> None:
     """Raise unless cu_seqlens runs from 0 to the length and never down.
 
-    On a GPU this has to wait for the device, so a tensor is looked at once: the layers of a model share theirs. One that was made in
-    inference mode may change unnoticed, and is looked at every time. Nothing is looked at while a graph is captured or traced, nor in
-    transforms; the kernels stay inside x whatever it holds.
+    On a GPU this has to wait for the device, so a tensor is looked at once: the layers of a model share
+    theirs. One that was made in inference mode may change unnoticed, and is looked at every time. Nothing is
+    looked at while a graph is captured or traced, nor in transforms; the kernels stay inside x whatever it
+    holds.
     """
     global _checked
     if not can_read_values(cu_seqlens):

@@ -62,7 +62,7 @@ def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
 
 
 def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    """y and a residual, added in y's memory; in memory of its own under a transform, where y may lack a batch that the residual has."""
+    """y and a residual, added in y's memory; not under a transform: y may lack the residual's batch."""
     if residual is None:
         return y
     return y.add_(residual.to(y.dtype)) if functorch_level() is None else y + residual.to(y.dtype)

@@ -16,11 +16,11 @@ ON_TORCHS_OWN_LOOP = 20480  # N * C * D * H of a single float32 image up to whic
 
 
 def float32_settings(on_cpu: bool = False) -> tuple[str, str]:
-    """What torch's flags say of float32 at this moment: of convolutions and of matrix products, on a GPU or on a CPU.
+    """What torch's flags say of float32 now: of convolutions and of matrix products, on a GPU or on a CPU.
 
-    One of "tf32", "bf16", "ieee", or "none", which means IEEE too. Old flags (`torch.backends.cudnn.allow_tf32`,
-    `torch.set_float32_matmul_precision`) and new ones (`torch.backends.fp32_precision`, `torch.backends.cudnn.conv.fp32_precision`) all
-    end here, in whatever order they were set; the getters of old flags raise once the new ones disagree.
+    One of "tf32", "bf16", "ieee", or "none", which means IEEE too. Old flags, such as
+    `torch.backends.cudnn.allow_tf32`, and new ones, such as `torch.backends.cudnn.conv.fp32_precision`, end
+    here, in whatever order they were set; the getters of old flags raise once the new ones disagree.
     """
     backend = "mkldnn" if on_cpu else "cuda"
     return get_precision(backend, "conv"), get_precision(backend, "matmul")
@@ -43,7 +43,8 @@ class Float32(NamedTuple):
     def of(input: Tensor) -> Float32:
         if input.dtype is not torch.float32:
             return Float32("", "")
-        return Float32(*("ieee" if precision == "none" else precision for precision in float32_settings(input.device.type == "cpu")))
+        settings = float32_settings(input.device.type == "cpu")
+        return Float32(*("ieee" if precision == "none" else precision for precision in settings))
 
 
 class Beside(NamedTuple):
