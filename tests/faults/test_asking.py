@@ -5,9 +5,11 @@ import inspect
 import itertools
 import json
 import operator
+import random
 import re
 import time
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import turnout
+from tests import walk
 from tests.faults.public_calls import (
     CALLS,
     EVERY_CALL,
@@ -323,6 +326,68 @@ def test_what_explain_says_is_what_runs(name, situation, runs):
 
                 with contextlib.suppress(turnout.Refused):
                     SITUATIONS[situation](ask, call, call.make(dtype))
+
+
+RANDOM_CALLS = 200 if EVERY_CALL else 15
+MIXED = ("plain", "no_grad", "inference", "exact", "autocast cpu bfloat16", "autocast cuda", "mode", "parameter", "subclass")
+
+
+class Asked(NamedTuple):
+    """A call of an op itself, in the form that situations know."""
+
+    op: Any
+
+    def written(self):
+        return self.op.mutates
+
+
+@walk.ops
+def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
+    """Shapes, strides, dtypes and settings at random, a pin in half of them: of the op, by its reference's arguments."""
+    draw, taken = random.Random(op.name), set()
+    for seed in range(RANDOM_CALLS):
+        args = walk.random_call(op, seed, walk.CPU)
+        situation = SITUATIONS[draw.choice(MIXED)]
+        named = dict(zip(op.signature.parameters, args, strict=True))
+        offered = turnout.explain(op, *args)
+        pins = [name for name in offered.microseconds if name not in offered.refused]
+
+        def ask(kwargs, op=op):
+            try:
+                said = turnout.explain(op, **kwargs)
+            except turnout.Refused:
+                with pytest.raises(turnout.Refused):
+                    op(*kwargs.values())
+                return
+            op(*kwargs.values())
+            assert (said.op, said.chosen) == runs[0][:2]
+            if said.chosen != "reference":
+                assert dict(said.config) == runs[0][2]
+            taken.add(said.chosen)
+
+        with turnout.pin(**{op.name: draw.choice(pins)}) if draw.random() < 0.5 else contextlib.nullcontext():
+            situation(ask, Asked(op), named)
+        runs.clear()
+    assert "reference" in taken
+
+
+COMPILED = [call for call in CALLS if EVERY_CALL or call.number == 0]
+
+
+@pytest.mark.parametrize("call", COMPILED, ids=str)
+def test_what_explain_says_is_what_a_compiled_call_runs(call, runs):
+    """A route is run inside the graph; where the reference is chosen, the graph is plain torch."""
+    op = call.lowered().op
+    for name in routes_for(call)[:: -1 if EVERY_CALL else -100]:
+        torch._dynamo.reset()
+        kwargs = call.make()
+        with turnout.pin(**{call.name: name}):
+            said = turnout.explain(call.function, **kwargs)
+            compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
+            compiled(**kwargs)
+            runs.clear()
+            compiled(**kwargs)
+        assert runs == ([] if said.chosen == "reference" else [(op.name, said.chosen, dict(said.config))])
 
 
 def test_a_pin_on_a_subclass_raises_and_says_why():

@@ -102,7 +102,7 @@ class Op:
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes one from the arguments.
     `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases` names the module with the op's real calls.
-    `arguments` turns a public call into the reference's positional arguments.
+    `arguments` turns what a case makes into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; such an op has no backward.
@@ -170,7 +170,7 @@ class Op:
         return functools.wraps(described)(self.call)
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
-        """The reference's positional arguments of a public call."""
+        """The reference's positional arguments of a case; `routing.public.lower` has those of a public call."""
         if self._arguments is not None:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
