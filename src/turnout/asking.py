@@ -1,4 +1,4 @@
-"""explain and routes: which track a call would take, and why."""
+"""explain and routes: which route a call would take, and why."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Any
 
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Route, op_named
+from turnout.routing.op import OPS, Op, Route
+from turnout.routing.public import lower, op_named
 
 
-def explain(op: str | Callable[..., Any], *args: Any, device: str | Device | None = None, **kwargs: Any) -> Verdict:
-    """Which route a call would take on its device, by which authority, and why the others would not. Runs nothing.
+def explain(
+    op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any
+) -> Verdict:  # fmt: skip
+    """Which route a call would take on its device, by which authority, and why no other. Runs no kernel.
 
-    `op` is a name or the function itself; the other arguments are those of the call. `device` asks for a card that is not here, by name
-    ("h200"); the tensors may then be anywhere, also fake or on the meta device. `str()` of the answer is for people, `.json()` for reports.
+    `op` is a public function or its name; the other arguments are exactly those of the call, by position or
+    by name. (An op that has no public function takes its reference's arguments.) The answer is about a call
+    made here and now: under this autocast, inside this transform or mode, with this pin. `device` asks for a
+    card that is not here, by name ("h200"); the tensors may then be anywhere, also fake or on the meta
+    device. `str()` of the answer is for people, `.json()` for reports.
 
     >>> import torch, turnout
     >>> verdict = turnout.explain("dot", torch.ones(3), torch.ones(3))
     >>> verdict.chosen, verdict.refused["two-stage"][0]
     ('reference', 'device cpu, this route needs a GPU')
     """
-    known = op_named(op)
-    arguments = known.arguments(*args, **kwargs)
-    key = known.key(arguments)
-    if device is not None:
-        key = key._replace(devices=())
-        device = Device.named(device) if isinstance(device, str) else device
-    return known.verdict(key, device)
+    known, arguments = lower(op, *args, **kwargs)
+    return known.explain(arguments, Device.named(device) if isinstance(device, str) else device)
 
 
-def routes(op: str | Callable[..., Any] | None = None) -> dict[str, list[str]] | list[Route]:
+def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[str]] | list[Route]:
     """The routes of an op, in the order they were declared; without an op, the names of all ops and of their routes.
 
     >>> import turnout

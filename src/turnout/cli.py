@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import track
 
 app = typer.Typer(
-    help="Every op down the fastest track that is right for its shape, dtype, layout and device: ask, measure, tune.",
+    help="Every op down the fastest route that is right for its shape, dtype, layout and device: ask, measure, tune.",
     no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 console = Console(width=None if sys.stdout.isatty() else 200)
@@ -81,21 +81,26 @@ def explain(
 ) -> None:
     """Which route a call would take and why, also for a GPU that is not here.
 
-    Each argument of the op is an option of its own name: a shape for a tensor, with :dtype behind it where that differs; a number, a
-    list, a word, true or false for the rest. What is left out is as in a call that leaves it out.
+    Pass each argument of the function as --name VALUE: a shape for a tensor (add :dtype to override --dtype),
+    else a number, a list, a string, true, false or none. Semicolons separate several tensors or lists.
+    Numbers are a list where the function takes lists as well as tensors (kv_lengths). Omitted arguments take
+    their defaults.
 
     [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
+
+    [bold]Example[/bold]  turnout explain norm_rope_qk --q "1,512,8,64;1,64,8,64" --k "1,512,8,64;1,64,8,64"
     """
     from turnout.asking import explain as ask
     from turnout.routing.device import Device
-    from turnout.routing.op import op_named
+    from turnout.routing.public import public_named
 
-    known = op_named(op)
+    parameters = public_named(op).signature.parameters
     given = _options(context.args)
-    unknown = set(given) - set(known.signature.parameters)
+    unknown = set(given) - set(parameters)
     if unknown:
-        raise ValueError(f"{op} has no argument {', '.join(sorted(unknown))}; it has: {', '.join(known.signature.parameters)}")
-    arguments = {name: _argument(str(known.signature.parameters[name].annotation), text, dtype) for name, text in given.items()}
+        names = ", ".join(sorted(unknown))
+        raise ValueError(f"{op} has no argument {names}; it has: {', '.join(parameters)}")
+    arguments = {name: _argument(parameters[name].annotation, text, dtype) for name, text in given.items()}
     try:
         verdict = ask(op, **arguments, device=Device.named(device) if device else Device.of(_device(None)))
     except TypeError as mistake:
@@ -111,24 +116,34 @@ def _options(words: list[str]) -> dict[str, str]:
     return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
-def _argument(annotation: str, text: str, dtype: str) -> Any:
-    """What a word on the command line means for a parameter."""
+def _argument(annotation: Any, text: str, dtype: str) -> Any:
+    """The value that a word on the command line has for a parameter of this type."""
     import torch
 
-    if "bool" in annotation:
+    kinds = [kind.strip() for kind in str(annotation).split("|")]
+    several = any("Sequence" in kind or "list" in kind for kind in kinds)
+    if text == "none" and "None" in kinds:
+        return None
+    if any("bool" in kind for kind in kinds):
         if text not in ("true", "false"):
             raise ValueError(f"{text!r} is neither true nor false")
         return text == "true"
-    if "str" in annotation:
-        return text
+    if ";" in text and several:
+        return [_argument(annotation, part, dtype) for part in text.split(";")]
     shape, _, other = text.partition(":")
     try:
         numbers = [int(n) for n in shape.split(",") if n]
     except ValueError as mistake:
+        if any("str" in kind for kind in kinds):
+            return text
+        if any("float" in kind for kind in kinds):
+            return float(text)
         raise ValueError(f"{text!r}: shapes are whole numbers with commas between, like 1,4096") from mistake
-    if "Tensor" in annotation:
+    takes_lists = any(kind.endswith(("[int]", "[int]]")) for kind in kinds)
+    if any("Tensor" in kind for kind in kinds) and (other or not takes_lists):
         return torch.empty(numbers, dtype=_dtype(other or dtype), device="meta")
-    return numbers[0] if len(numbers) == 1 else numbers
+    one = len(numbers) == 1 and (not takes_lists or any("int" in kind and "[" not in kind for kind in kinds))
+    return numbers[0] if one else numbers
 
 
 def _dtype(name: str) -> Any:
@@ -164,7 +179,8 @@ def bench(
     from turnout.bench import roofline as picture
     from turnout.bench.router import measure_router
     from turnout.routing.device import Device
-    from turnout.routing.op import OPS, op_named
+    from turnout.routing.op import OPS
+    from turnout.routing.public import op_named
     from turnout.routing.row import Row
     from turnout.routing.store import export as write
 
@@ -273,7 +289,7 @@ def tune(
     from turnout.race.models import Settings
     from turnout.routing.choose import in_short
     from turnout.routing.device import Device
-    from turnout.routing.op import op_named
+    from turnout.routing.public import op_named
     from turnout.routing.row import decode
     from turnout.routing.store import export as write
     from turnout.routing.store import folder

@@ -253,10 +253,10 @@ def test_the_cpu_route_is_close_on_real_layouts(dtype):
 def test_the_model_takes_a_route_where_it_pays():
     q, turns = torch.randn(1, 256, 24, 128), torch.randn(256, 64)
     weight = torch.ones(128)
-    verdict = turnout.explain("norm_rope", *arguments(q, None, turns.cos(), turns.sin(), q_weight=weight))
+    verdict = turnout.explain("norm_rope", q, turns.cos(), turns.sin(), weight=weight)
     assert verdict.chosen == "cpu-rows"
     with turnout.numerics("exact"):
-        assert turnout.explain("norm_rope", *arguments(q, None, turns.cos(), turns.sin(), q_weight=weight)).chosen == "reference"
+        assert turnout.explain("norm_rope", q, turns.cos(), turns.sin(), weight=weight).chosen == "reference"
 
 
 def test_fullgraph_with_two_streams_and_dynamic_tokens():

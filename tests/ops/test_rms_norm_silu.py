@@ -146,7 +146,7 @@ def test_what_does_not_fit_together_raises(call, message):
 def test_the_model_takes_a_route_where_it_pays():
     x = torch.randn(1, 96, 2, 30, 52)
     args = (x, torch.ones(96), None, 1e-12, 1, "normalize", True)
-    assert turnout.explain("rms_norm_silu", *args).chosen == "cpu-planes"
+    assert turnout.explain(RMS_NORM_SILU, *args).chosen == "cpu-planes"
     assert turnout.explain("rms_norm_silu_into", *args[:3], behind_cache(x), *args[3:]).chosen == "cpu-planes"
     assert RMS_NORM_SILU_INTO.problem(*args[:3], behind_cache(x), *args[3:]).out_strides != x.stride()
 

@@ -45,7 +45,8 @@ def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     size = dtype.itemsize
     layout = NVMMASharedLayout(swizzle_byte_width=min(block[-1] * size, 128), element_bitwidth=8 * size, rank=len(block))
     steps = [ALIGNMENT // size if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)]
-    descriptor: Any = TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), [*steps, 1], list(block), layout)
+    stand_in = torch.empty(0, dtype=dtype, device="cpu")
+    descriptor: Any = TensorDescriptor(stand_in, list(shape), [*steps, 1], list(block), layout)
     descriptor.base = None
     descriptor.kind = _kinds.setdefault((dtype, block, layout), len(_kinds) + 1)
     descriptor.encoded = {}  # by address, of all descriptors of this pattern

@@ -44,7 +44,9 @@ def fresh_strides(x: Tensor) -> tuple[int, ...]:
 def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     """y in x's memory format, without gaps; y itself where it has that already."""
     like = torch.empty_like(x)
-    return y if y.stride() == like.stride() else like.copy_(y)
+    if y.stride() == like.stride():
+        return y
+    return y.new_empty_strided(like.shape, like.stride()).copy_(y)  # made from y: vmap may batch y alone
 
 
 def side_by_side(*given: Tensor | None) -> tuple[Tensor | None, ...]:

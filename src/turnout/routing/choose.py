@@ -13,7 +13,7 @@ from turnout.routing.device import Device
 from turnout.routing.settings import LEVELS
 
 if TYPE_CHECKING:
-    from turnout.routing.op import Op
+    from turnout.routing.op import Op, Route
     from turnout.routing.table import Measurement
 
 REFERENCE = "reference"
@@ -85,17 +85,18 @@ def choose(
     pin: str | None = None, numerics: str = "close",
     measured: Sequence[tuple[str, Measurement]] = (),
     failed: Mapping[str, str] | None = None,
-    overhead: float = 0.0, odd: str | None = None,
+    overhead: float = 0.0, blocked_by: str | None = None,
 ) -> Verdict:  # fmt: skip
     """Pick the route of one call. Pure: the same arguments give the same verdict.
 
     `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed` holds routes that failed
-    at launch. `overhead` is what any route pays on top of the reference, in seconds. `odd` is a reason no route can take this call.
+    at launch. `overhead` is what any route pays on top of the reference, in seconds. `blocked_by` is a reason
+    why no route can take this call.
     """
     refused: dict[str, list[str]] = {}
     microseconds: dict[str, float | None] = {}
     for route in op.routes.values():
-        reasons = [odd] if odd else list(route.refuses(problem, device))
+        reasons = [blocked_by] if blocked_by else list(route.refuses(problem, device))
         if failed and route.name in failed:
             reasons.append(failed[route.name])
         if route.name != pin and LEVELS.index(route.numerics) > LEVELS.index(numerics):
@@ -113,7 +114,10 @@ def choose(
     if pin is not None:
         if pin in refused:
             raise Refused(f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}")
-        return verdict(pin, "pin", "asked for")
+        config = None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured)
+        return verdict(pin, "pin", "asked for", config)
+    if blocked_by is not None:
+        return verdict(REFERENCE, REFERENCE, blocked_by)
 
     for authority, measurement in measured:
         times = {name: us + 1e6 * overhead for name, us in measurement.us.items() if name in op.routes and name not in refused}
@@ -138,6 +142,16 @@ def choose(
     return verdict(
         REFERENCE, REFERENCE, "no other route can take this call" if len(refused) == len(op.routes) else "costs are unknown on this device"
     )
+
+
+def _pinned_config(
+    route: Route, problem: Any, device: Device, measured: Sequence[tuple[str, Measurement]]
+) -> Mapping[str, Any] | None:  # fmt: skip
+    """The configuration of a pinned route: what was measured for this problem, else the first it offers."""
+    for _, measurement in measured:
+        if route.name in measurement.config:
+            return measurement.config[route.name]
+    return next(iter(route.configs(problem, device)), None)
 
 
 def plain_problem(problem: Any) -> str:

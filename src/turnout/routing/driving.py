@@ -1,8 +1,8 @@
 """What is asked in every call before a route runs: what the facts of a call do not say.
 
-What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and conjugation, tensors
-elsewhere. For routes that write, so do overlapping tensors (`writing`). All of it is written out as code for the tensors
-of a call: a loop over them would take 30 ns more for each.
+What only torch can handle is left to it: transforms, modes, subclasses, lazy negation and conjugation, tensors
+elsewhere (`fallback`). For routes that write, overlapping tensors go to the reference (`writing`). All of it is written
+out as code for the tensors of a call: a loop over them would take 30 ns more for each.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from turnout.routing.fallback import PLAIN_TENSORS, autocasting, count_modes, functorch_level
 from turnout.routing.writing import Writes
-
-PLAIN_TENSORS = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 _KNOWN: dict[str, Any] = {
     "plain": PLAIN_TENSORS,
-    "functorch_level": torch._C._functorch.peek_interpreter_stack,  # pyright: ignore[reportAttributeAccessIssue]
-    "count_modes": torch._C._len_torch_dispatch_stack,
-    "autocasting": torch._C._is_any_autocast_enabled,
+    "functorch_level": functorch_level,
+    "count_modes": count_modes,
+    "forward_ad": forward_ad,
+    "autocasting": autocasting,
     "in_inference_mode": torch.is_inference_mode_enabled,
     "increment_version": torch._C._increment_version,  # pyright: ignore[reportAttributeAccessIssue]
 }
@@ -43,9 +44,10 @@ class Form(NamedTuple):
 
 def driver(
     op: str, names: tuple[str, ...], like: tuple, run: Callable[..., Any], reference: Callable[..., Any],
-    failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
+    left_to_torch: Callable[..., Any], failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`run` as it is called, for arguments with the facts of `like`; `failed(failure, *args)` where it raises."""
+    """`run` as it is called, for arguments with the facts of `like`; `reference` where tensors overlap, `left_to_torch` where
+    no route may run, `failed(failure, *args)` where it raises."""
     tensors = tuple(i for i, x in enumerate(like) if isinstance(x, Tensor))
     device = like[tensors[0]].device
     form = Form(
@@ -55,7 +57,7 @@ def driver(
     )  # fmt: skip
     overlap, sizes = (None, [0] * len(names)) if writes is None else (writes.overlap, writes.bytes)
     both = [number for size in sizes for number in (size, -size)]
-    return _maker(form)(run, reference, failed, device, overlap, *both)
+    return _maker(form)(run, reference, left_to_torch, failed, device, overlap, *both)
 
 
 def _elsewhere(device: torch.device) -> str:
@@ -73,13 +75,14 @@ def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
     names, arguments = form.names, ", ".join(form.names)
     odd = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
     odd += " or {x}.is_conj()" if form.may_be_conjugate else ""
+    autocast = " or autocasting()" if form.minds_autocast else ""
     source = f"""
-def make(run, reference, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_before" for n in names)}):
+def make(run, reference, left_to_torch, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_before" for n in names)}):
     def {form.op}({arguments}):
-        if functorch_level() is not None or count_modes(){" or autocasting()" if form.minds_autocast else ""}:
-            return reference({arguments})
+        if functorch_level() is not None or count_modes() or forward_ad._current_level >= 0{autocast}:
+            return left_to_torch({arguments})
         if {" or ".join(odd.format(x=names[i]) for i in form.tensors)}:
-            return reference({arguments})
+            return left_to_torch({arguments})
 {_before_writing(form) if form.written else ""}
         try:
             return run({arguments})

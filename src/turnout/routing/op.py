@@ -17,10 +17,18 @@ from torch import Tensor
 
 from turnout.routing import failures, settings, writing
 from turnout.routing.case import Case
-from turnout.routing.choose import REFERENCE, Verdict, choose
+from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
-from turnout.routing.driving import PLAIN_TENSORS, driver
+from turnout.routing.driving import driver
+from turnout.routing.fallback import (
+    AUTOCAST_ON,
+    Blocked,
+    autocasting,
+    blocked,
+    differentiable_backward,
+    tracing_state,
+)
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -38,10 +46,6 @@ _remembered: collections.deque[tuple[dict, tuple]] = collections.deque()  # the 
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
-
-_functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # pyright: ignore[reportAttributeAccessIssue]
-_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 class TurnoutWarning(UserWarning):
@@ -101,15 +105,16 @@ class Op:
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes one from the arguments.
     `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases` names the module with the op's real calls.
-    `arguments` turns a public call into the reference's positional arguments.
+    `arguments` turns what a case makes into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
     `mutates` names the arguments a call writes into; see `writing` for what holds then. The reference of such an op reads everything and
     allocates everything before it writes, and takes every call that wants gradients.
     `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
-    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it, or "reference" (leave it to torch).
-    `ambient()` gives the settings of torch that change the choice, such as its TF32 flags: `of` reads them, and here a call with other
-    settings is another call.
+    `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs
+    as if autocast were off), or "reference" (leave it to torch).
+    `ambient(first argument)` gives the settings of torch that change the choice for such a call, such as its
+    TF32 flags: `of` reads them, and here a call with other settings is another call.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class Op:
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
         mutates: tuple[str, ...] = (),
-        ambient: Callable[[], Any] | None = None,
+        ambient: Callable[[Tensor], Any] | None = None,
         builtin: Callable[..., Any] | None = None,
     ):  # fmt: skip
         self.ambient, self.builtin = ambient, builtin
@@ -129,6 +134,7 @@ class Op:
         self._cases = cases
         self.signature = inspect.signature(reference)
         self._arguments = arguments
+        self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
         self.memo: dict[tuple, Callable[..., Any]] = {}
@@ -174,7 +180,7 @@ class Op:
         return functools.wraps(described)(self.call)
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
-        """The reference's positional arguments of a public call."""
+        """The reference's positional arguments of a case; `routing.public.lower` has those of a public call."""
         if self._arguments is not None:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
@@ -193,11 +199,15 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if facts is None:
-            return self.reference(*args)
+        if isinstance(settings.entered.get(), settings.Asking):
+            raise settings.Asked(self, args)
+        if facts is None or tracing_state() is not None:
+            return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
             # not remembered: the facts of a meta tensor are those of a CPU tensor
             return self._reference_run(args)(*args)
+        if blocked(args, False) is not None:
+            return self._left_to_torch(*args)  # nor is this: a plain call has the same facts
         run = self.memo[facts] = self._chosen(args)
         _remembered.append((self.memo, facts))
         if len(_remembered) > _MOST_REMEMBERED:
@@ -207,11 +217,12 @@ class Op:
         return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
-        if self.autocast == "cast" and _autocasting():
+        if self.autocast == "cast" and autocasting():
             return self._under_autocast
-        for watch in _watchers if _watchers and _as_given(args) else ():
+        for watch in _watchers:
             watch(self, args)
         key = self.key(args)
+        self._mind_pin(args)
         verdict = self.verdict(key)
         if verdict.chosen == REFERENCE:
             run = self._reference_run(args)
@@ -225,7 +236,7 @@ class Op:
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
         """The reference as it is run, for arguments with the facts of these."""
-        return writing.reference_run(self, args) if self.mutates else self.builtin or self.reference
+        return writing.reference_run(self, args) if self.mutates else self.builtin or self.plain
 
     def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
         """Choose anew from then on: a route for which memory was missing is tried again."""
@@ -241,9 +252,10 @@ class Op:
     def driven(self, run: Callable[..., Any], like: tuple, route: Route | None = None) -> Callable[..., Any]:
         """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
         subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
-        reference does not pay for it. Where `route` is given, a launch that fails is followed by the next route."""
+        reference does not pay for it; `fallback.blocked` asks the same, for the words. Where `route` is given, a launch that fails is
+        followed by the next route."""
         writes = writing.Writes(self, like, () if route is None else route.in_place) if self.mutates else None
-        reference = writing.reference_run(self, like) if self.mutates else self.reference
+        reference = writing.reference_run(self, like) if self.mutates else self.plain
 
         def failed(failure: Exception, *args: Any) -> Any:
             if route is None or failures.kind_of(failure) is None:
@@ -251,38 +263,101 @@ class Op:
             return self._fall_through(route, failure, args)
 
         names, minds_autocast = tuple(self.signature.parameters), self.autocast == "reference"
-        return driver(self.name, names, like, run, reference, failed, minds_autocast=minds_autocast, writes=writes)
+        return driver(
+            self.name, names, like, run, reference, self._left_to_torch, failed, minds_autocast=minds_autocast, writes=writes
+        )  # fmt: skip
+
+    def _left_to_torch(self, *args: Any) -> Any:
+        """A call that no route may take, in plain PyTorch."""
+        self._mind_pin(args)
+        return (writing.reference_run(self, args) if self.mutates else self.plain)(*args)
+
+    def _mind_pin(self, args: tuple) -> None:
+        """Raise where a route is pinned and none may take the call, unless torch rewrites the program."""
+        pinned = settings.current().pins.get(self.name, REFERENCE)
+        why = None if pinned == REFERENCE else blocked(args, self.autocast == "reference")
+        if why is not None and why.pin_raises:
+            problem = plain_problem(self.problem(*args))
+            raise Refused(f"{self.name} is pinned to {pinned!r}, which refuses {problem}: {why.reason}")
+
+    def _without_autocast(self, *args: Any) -> Any:
+        """The reference of an op that autocast leaves alone, whatever torch does to the ops it is made of."""
+        if not autocasting():
+            return self.reference(*args)
+        with without_autocast():
+            return self.reference(*args)
 
     def _under_autocast(self, *args: Any) -> Any:
         """Cast the inputs as torch would, then choose for what they have become."""
-        device_type = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if torch.is_autocast_enabled(device_type):
-            args = tuple(_autocast(x, device_type) if isinstance(x, Tensor) else x for x in args)
-        with contextlib.ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-            return self(*args)
+        cast = self.cast(args, Tensor.to)
+        with without_autocast():
+            return self(*cast)
+
+    def cast(self, args: tuple, to: Callable[..., Tensor], device_type: str | None = None) -> tuple:
+        """The arguments as autocast casts them for this op, if it is on for their device: `to(x, dtype=)`.
+
+        device_type: of a device that is asked about in place of the tensors' own.
+        """
+        if self.autocast != "cast" or not autocasting():
+            return args
+        kind = device_type or next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(kind):
+            return args
+        dtype = torch.get_autocast_dtype(kind)
+
+        def cast(x: Any) -> Any:
+            if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype in (torch.float64, dtype):
+                return x
+            return to(x, dtype=dtype) if device_type is not None or x.device.type == kind else x
+
+        return tuple(map(cast, args))
+
+    def explain(self, args: tuple, device: Device | None = None) -> Verdict:
+        """What a call with these arguments of the reference would run, here and now: under this autocast,
+        transform or mode, and with this pin. A device stands for one that is not here: tensors may then be
+        anywhere."""
+        # Only sizes, strides and dtypes are looked at: casting needs no values.
+        seen = self.cast(args, torch.empty_like, None if device is None else device.type)
+        key = self.key(seen)._replace(wants_grad=self._wants_grad(args))
+        minds_autocast = self.autocast == "reference"
+        if device is not None:
+            why = AUTOCAST_ON if minds_autocast and autocasting() else None
+            return self.verdict(key._replace(devices=()), device, why)
+        why = blocked(args, minds_autocast)
+        where = key.devices[0] if key.devices else torch.device("cpu")
+        if why is None and not _has_routes(where):
+            why = Blocked(f"a tensor on {where}, routes need one on a CPU or a GPU", False)
+        return self.verdict(key, blocked=why)
 
     def key(self, args: tuple) -> Key:
         """All that the choice for these arguments depends on."""
-        tensors = [x for x in args if isinstance(x, Tensor)]
-        wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        return Key(self.problem(*args), wants_grad, tuple(x.device for x in tensors))
+        devices = tuple(x.device for x in args if isinstance(x, Tensor))
+        return Key(self.problem(*args), self._wants_grad(args), devices)
 
-    def verdict(self, key: Key, device: Device | None = None) -> Verdict:
+    @staticmethod
+    def _wants_grad(args: tuple) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
+
+    def verdict(self, key: Key, device: Device | None = None, blocked: Blocked | None = None) -> Verdict:
         """What `choose` says of this key under the current settings, tables and failures."""
         current = settings.current()
-        odd = f"tensors on {' and '.join(map(str, dict.fromkeys(key.devices)))}" if len(set(key.devices)) > 1 else None
-        if odd is None and key.wants_grad and self.mutates:
-            odd = f"gradients are wanted, a route that writes into {' and '.join(self.mutates)} needs a call without them"
+        if blocked is None and len(set(key.devices)) > 1:
+            names = " and ".join(map(str, dict.fromkeys(key.devices)))
+            blocked = Blocked(f"tensors on {names}, routes need one device", True)
+        if blocked is None and key.wants_grad and self.mutates:
+            written = " and ".join(self.mutates)
+            blocked = Blocked(f"gradients are wanted, a route that writes into {written} needs a call without them", True)
+        pin, reason = current.pins.get(self.name), None if blocked is None else blocked.reason
+        if blocked is not None and not blocked.pin_raises and pin not in (None, REFERENCE):
+            pin, reason = None, f"{blocked.reason}; a pin does not count there"
         device = device or (Device.of(key.devices[0]) if key.devices else Device.of("cpu"))
         return choose(
             self, key.problem, device,
-            pin=current.pins.get(self.name), numerics=current.numerics,
+            pin=pin, numerics=current.numerics,
             measured=Tables.for_device(device).lookup(self, key.problem),
             failed=self._failures(key, device),
             overhead=AUTOGRAD_OVERHEAD if key.wants_grad else 0.0,
-            odd=odd,
+            blocked_by=reason,
         )  # fmt: skip
 
     def _failures(self, key: Key, device: Device) -> dict[str, str]:
@@ -326,7 +401,7 @@ def _written_out(op: Op) -> Callable[..., Any]:
     tensor = "{0}.shape, {0}.stride(), {0}.dtype"
     facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     if op.ambient is not None:
-        facts.append("ambient()")
+        facts.append(f"ambient({next(iter(op.signature.parameters))})")
     # That the others are on this device too is asked of routes only. On a CPU, times and costs go with torch's threads.
     facts += [f"(device := {next(iter(op.signature.parameters))}.get_device())", "threads() if device < 0 else 0"]
     for name, parameter in op.signature.parameters.items():
@@ -360,7 +435,7 @@ def look_up({arguments}):
 """
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
-        "autocasting": _autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
+        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
         "ambient": op.ambient, "raise_if_interrupted": _raise_if_interrupted, "threads": torch.get_num_threads,
     }  # fmt: skip
     exec(source, known)
@@ -401,12 +476,6 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
         forget_choices()
 
 
-def _as_given(args: tuple) -> bool:
-    """Whether arguments are tensors that can be computed with here and now: no transform, no mode, no tensor subclass."""
-    plain = all(type(x) in PLAIN_TENSORS for x in args if isinstance(x, Tensor))
-    return plain and _functorch_level() is None and not _count_modes()
-
-
 def forget_choices() -> None:
     """Drop every remembered choice: a table changed, or a route failed."""
     _remembered.clear()
@@ -414,22 +483,16 @@ def forget_choices() -> None:
         op.memo.clear()
 
 
-def op_named(op: str | Callable[..., Any]) -> Op:
-    """The op of a name or of a public function."""
-    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
-    if name not in OPS:
-        raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted(OPS))}")
-    return OPS[name]
-
-
 def _has_routes(device: torch.device) -> bool:
     """Whether routes may take tensors of a device: a CPU's, a GPU's, and those of any other that Triton drives."""
     return device.type in ("cpu", "cuda") or Device.of(device).backend is not None
 
 
-def _autocast(x: Tensor, device_type: str) -> Tensor:
-    eligible = x.is_floating_point() and x.dtype is not torch.float64 and x.device.type == device_type
-    return x.to(torch.get_autocast_dtype(device_type)) if eligible else x
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off for CPU and GPU, whichever is on."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -446,6 +509,12 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
     opaque = getattr(torch.ops.turnout, op.name).default
 
     def when_compiled(*args: Any) -> Any:
+        if autocasting():
+            if op.autocast == "reference":
+                return op.reference(*args)
+            cast = op.cast(args, Tensor.to)
+            with without_autocast():
+                return when_compiled(*cast)
         tensors = [x for x in args if isinstance(x, Tensor)]
         known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
         if op.mutates:
@@ -479,7 +548,10 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
         return found if isinstance(found, tuple) else (found,)
 
-    found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
-    full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in zip(found, grads, strict=True))
-    gradients = dict(zip(wanted, vjp(full), strict=True))
+    # Grad mode is on for create_graph.
+    with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():
+        found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
+        pairs = zip(found, grads, strict=True)
+        full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in pairs)
+        gradients = dict(zip(wanted, vjp(full), strict=True))
     return tuple(gradients.get(i) for i in range(len(inputs)))

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from typing import Any
 
 LEVELS = ("exact", "close", "lossy")
 
@@ -18,6 +19,20 @@ class Settings:
     def __init__(self, pins: Mapping[str, str], numerics: str):
         self.pins, self.numerics = dict(pins), numerics
 
+
+class Asking(Settings):
+    """Settings of a call that is only asked about: its op says what it was given instead of running it."""
+
+
+class Asked(Exception):
+    """Ends a call that is only asked about, with the op and the arguments it was given."""
+
+    def __init__(self, op: Any, args: tuple):
+        super().__init__(f"{op.name} was asked what it would do")
+        self.call = op, args
+
+
+PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions, and of the ops they may call
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
 _known: dict[tuple, Settings] = {}
@@ -41,8 +56,7 @@ def from_environment() -> Settings:
                 f"TURNOUT_PIN has {part!r}, it needs op=route pairs with commas between: TURNOUT_PIN='dot=reference,matmul=as-dot'"
             )
         pins[op.strip()] = route.strip()
-    check_pins(pins)
-    return _settings(pins, check_level(os.environ.get("TURNOUT_NUMERICS", "close")))
+    return _settings(pins_of_ops(pins), check_level(os.environ.get("TURNOUT_NUMERICS", "close")))
 
 
 def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
@@ -59,16 +73,25 @@ def check_level(level: str) -> str:
     return level
 
 
-def check_pins(pins: Mapping[str, str]) -> None:
-    """Raise unless every pinned op and route exists."""
+def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
+    """Pins of public functions or ops as pins of ops. Raise unless every pinned op and route exists.
+
+    A public function pins each op it may call that has the route; an op that is itself named comes before
+    that.
+    """
     from turnout.routing.op import OPS
 
-    for op, route in pins.items():
-        if op not in OPS:
-            raise ValueError(f"op {op!r} is not known; one of: {', '.join(sorted(OPS))}")
-        routes = [*OPS[op].routes, "reference"]
+    by_op: dict[str, str] = {}
+    for name, route in sorted(pins.items(), key=lambda pin: pin[0] not in PINNED_TOGETHER):
+        ops = PINNED_TOGETHER.get(name, (name,))
+        if not all(op in OPS for op in ops):
+            known = ", ".join(sorted({*OPS, *PINNED_TOGETHER}))
+            raise ValueError(f"op {name!r} is not known; one of: {known}")
+        routes = dict.fromkeys(known for op in ops for known in (*OPS[op].routes, "reference"))
         if route not in routes:
-            raise ValueError(f"op {op} has no route {route!r}; one of: {', '.join(routes)}")
+            raise ValueError(f"op {name} has no route {route!r}; one of: {', '.join(routes)}")
+        by_op.update({op: route for op in ops if route in (*OPS[op].routes, "reference")})
+    return by_op
 
 
 @contextlib.contextmanager
@@ -80,8 +103,20 @@ def _entered(settings: Settings) -> Iterator[None]:
         entered.reset(token)
 
 
+def asking() -> contextlib.AbstractContextManager[None]:
+    """Inside this block a call of an op raises `Asked`. The settings are new: no remembered call has them."""
+    now = current()
+    return _entered(Asking(now.pins, now.numerics))
+
+
 def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
-    """Force the route of an op inside a `with` block, in this thread. A route that refuses the call raises with its reasons.
+    """Force the route of an op inside a `with` block, in this thread: `pin(matmul="as-dot")`.
+
+    The name is that of a public function or of an op; a function that may call several ops (`rms_norm_silu`
+    with `out=` calls another) pins all of them. The route runs with the configuration that was measured for
+    the call, else with the first that it offers. A route that refuses the call raises `Refused` with its
+    reasons, a tensor subclass included. Inside a transform of `torch.func` or a dispatch mode torch rewrites
+    the program, and plain PyTorch runs, pinned or not.
 
     Pins nest; the inner one wins for its op. The environment variable ``TURNOUT_PIN="matmul=as-dot"`` does the same for a process.
 
@@ -90,9 +125,9 @@ def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
     ...     turnout.explain("dot", torch.ones(8), torch.ones(8)).authority
     'pin'
     """
-    check_pins(routes)
+    pins = pins_of_ops(routes)
     now = current()
-    return _entered(_settings({**now.pins, **routes}, now.numerics))
+    return _entered(_settings({**now.pins, **pins}, now.numerics))
 
 
 def numerics(level: str) -> contextlib.AbstractContextManager[None]:

@@ -15,10 +15,21 @@ import torch
 
 from turnout.bench.timer import Timing, time_variants
 from turnout.routing import versions
-from turnout.routing.case import copies
+from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Config, Op, Route, TurnoutWarning, forget_choices, op_named, watched
+from turnout.routing.fallback import blocked
+from turnout.routing.op import (
+    OPS,
+    Config,
+    Op,
+    Route,
+    TurnoutWarning,
+    forget_choices,
+    watched,
+    without_autocast,
+)
+from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.row import Row
 from turnout.routing.store import publish
 from turnout.routing.table import Tables, forget_tables, machine_of
@@ -58,11 +69,12 @@ def tune(
             raise TypeError("tune was given the arguments of a call and during=; it measures either that call or those of a function")
         return _during(during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress)
     if op is not None and (args or kwargs):
-        known = op_named(op)  # pyright: ignore[reportArgumentType]
-        calls = [(known, known.name, lambda: known.arguments(*args, **kwargs))]
+        known, made = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
+        calls = [(known, known.name, lambda: made)]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        calls = [(o, f"{o.name} {c}", functools.partial(c.make, where, 0)) for o in _named(op) for c in o.cases()]
+        cases = [(o, case) for o in _named(op) for case in o.cases()]
+        calls = [(o, f"{o.name} {case}", functools.partial(_of_case, o, case, where)) for o, case in cases]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -74,11 +86,23 @@ def tune(
                 )
                 break
             step(label)
-            row, where = measure(known, known.arguments(*make()), seconds=max(0.3, left / (len(calls) - len(rows))))
+            row, where = measure(known, make(), seconds=max(0.3, left / (len(calls) - len(rows))))
             rows.append(row)
             if save:
                 remember(row, where)
     return rows
+
+
+def _of_case(op: Op, case: Case, device: torch.device) -> tuple:
+    return op.arguments(*case.make(device, 0))
+
+
+def _as_run(call: Lowered) -> Lowered:
+    """A call with the arguments that routes would be given. Raise where none may take it (a subclass)."""
+    why = blocked(call.args, call.op.autocast == "reference")
+    if why is not None:
+        raise ValueError(f"turnout.tune: {call.op.name} cannot be measured here: {why.reason}")
+    return Lowered(call.op, call.op.cast(call.args, torch.Tensor.to))
 
 
 def _named(op: str | Callable[..., Any] | Sequence[str] | None) -> list[Op]:
@@ -140,6 +164,7 @@ def remember(row: Row, device: Device) -> None:
 
 
 @torch.no_grad()
+@without_autocast()
 def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = None) -> tuple[Row, Device]:
     """Verify and time every route that takes these arguments, each in its best configuration, and the reference."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]

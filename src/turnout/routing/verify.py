@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from turnout.routing.case import copy, laid_like
+from turnout.routing.precision import strict_float32
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -42,12 +44,8 @@ def truth(op: Op, args: tuple) -> tuple[Tensor, ...]:
     is a thousandth of theirs."""
     halves = all(x.dtype in (torch.float16, torch.bfloat16) for x in args if isinstance(x, Tensor) and x.is_floating_point())
     wide = torch.float32 if halves and op.work(op.problem(*args)).flops > _MANY else torch.float64
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
+    with strict_float32(("cuda", "conv")) if wide is torch.float32 else contextlib.nullcontext():
         return outputs(op, op.reference, tuple(widened(x, wide) for x in args))
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
 
 
 def relative_error(output: Tensor, true: Tensor) -> float:

@@ -173,7 +173,7 @@ def refuse_self_overlap(op: Op, args: tuple) -> None:
 def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
     """The reference, with what is asked before it may write, for calls with the facts of these arguments."""
     refuse_self_overlap(op, args)
-    reference, names = op.reference, list(op.signature.parameters)
+    reference, names = op.plain, list(op.signature.parameters)
     written = [names.index(name) for name, _ in _written(op, args)]
     if not written:
         return reference

@@ -8,10 +8,13 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turnout.ops.attention import costs, padding
 from turnout.routing.choose import plain
+from turnout.routing.fallback import needs_any_derivative
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class Attention(NamedTuple):
@@ -106,8 +109,7 @@ def reference(
     """torch's own attention, with a mask for what does not count. Queries that see no key give zero."""
     short = q.is_cpu and 0 < k.shape[2] < _VECTOR
     if mask is None and kv_lengths is None and not lengths and not short and not _written_down(q, k, v, mask):
-        grouped = bool(q.shape[1] != k.shape[1])
-        return like_queries(F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped), q)
+        return like_queries(_by_torch(q, k, v, None, causal, scale), q)
     check(q, k, v, mask)
     counts = padding.counted(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
     if short:
@@ -126,6 +128,15 @@ def reference(
     return like_queries(parts[0] if len(parts) == 1 else torch.cat(parts, 2), q)
 
 
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """torch's attention; by products and a softmax where its fused kernels lack a wanted derivative."""
+    gqa = bool(q.shape[1] != k.shape[1])
+    if not needs_any_derivative():
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int) -> Tensor:
     """Queries from `first` on against all keys."""
     if causal and (mask is not None or first):
@@ -133,9 +144,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
         mask = seen if mask is None else mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
     if mask is not None and q.dtype is torch.float64:
         return _with_care(q, k, v, mask, scale)
-    grouped = bool(q.shape[1] != k.shape[1])
-    alone = causal and mask is None
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=alone, scale=scale, enable_gqa=grouped)
+    out = _by_torch(q, k, v, mask, causal and mask is None, scale)
     if mask is None:
         return out
     sees = mask if mask.dtype is torch.bool else mask != float("-inf")
@@ -213,6 +222,7 @@ ATTENTION = Op(
 )  # fmt: skip
 
 
+@public(ATTENTION)
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,

@@ -7,6 +7,7 @@ image behind it is (text length, image length); padding at the end is (length, 0
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from turnout.routing.fallback import can_read_values, version_of
 
 
 def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[int]]:
@@ -33,11 +36,20 @@ def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[i
         raise ValueError(f"kv_lengths has {len(kv_lengths)} entries, it needs one for each of {batch} batch elements")
     flat: list[int] = []
     for entry in kv_lengths:
-        head, tail = (entry, 0) if isinstance(entry, int) else entry
+        head, tail = _lengths(entry)
         if head < 0 or tail < 0 or head + tail > keys:
             raise ValueError(f"kv_lengths has {entry}, it needs lengths from 0 to {keys}, the number of keys")
         flat += head, tail
     return None, flat
+
+
+def _lengths(entry: Any) -> tuple[int, int]:
+    """Two numbers from an entry of `kv_lengths`: a number or a pair of them, NumPy's too."""
+    try:
+        return operator.index(entry), 0
+    except TypeError:
+        head, tail = map(operator.index, entry)
+        return head, tail
 
 
 def of_mask(mask: Tensor, batch: int, keys: int) -> list[int] | None:
@@ -113,21 +125,25 @@ _kept: list[tuple[Any, int, Any]] = []
 
 
 def _values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """What `read` makes of a tensor's values, or None where they cannot be looked at: while a graph is traced or captured.
+    """What `read` makes of a tensor's values; None where they cannot be looked at: in transforms, and while a
+    graph is traced or captured.
 
-    On a GPU reading waits for the device, so a tensor is read once: the layers of a model share theirs.
+    On a GPU reading waits for the device, so a tensor is read once: the layers of a model share theirs. One
+    that was made in inference mode may change unnoticed, and is read every time.
     """
-    if torch.compiler.is_compiling() or type(tensor) not in (Tensor, torch.nn.Buffer) or tensor.device.type not in ("cpu", "cuda"):
+    if not can_read_values(tensor):
         return None
     if tensor.device.type == "cpu":
         return read(tensor)
-    version = 0 if tensor.is_inference() else tensor._version
-    for seen, then, value in _kept:
+    version = version_of(tensor)
+    for seen, then, value in _kept if version is not None else ():
         if seen() is tensor and then == version:
             return value
     if torch.cuda.is_current_stream_capturing():
         return None
     value = read(tensor)
+    if version is None:
+        return value
     _kept[:] = [(weakref.ref(tensor), version, value), *_alive(_kept, tensor)][:_MOST_KEPT]
     return value
 

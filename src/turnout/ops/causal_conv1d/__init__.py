@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.ops.causal_conv1d.checks import check, check_ends
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class CausalConv1d(NamedTuple):
@@ -232,6 +233,7 @@ CAUSAL_CONV1D = Op(
 )  # fmt: skip
 
 
+@public(CAUSAL_CONV1D)
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from turnout.routing.choose import plain
+from turnout.routing.fallback import can_read_values, version_of
 
 ACTIVATIONS = (None, "silu")
 
@@ -64,20 +65,24 @@ _checked: tuple[Any, int, int] = (lambda: None, 0, 0)
 def check_ends(cu_seqlens: Tensor, x: Tensor) -> None:
     """Raise unless cu_seqlens runs from 0 to the length and never down.
 
-    On a GPU this has to wait for the device, so a tensor is looked at once: the layers of a model share theirs. Nothing is looked at
-    while a graph is captured or traced; the kernels stay inside x whatever it holds.
+    On a GPU this has to wait for the device, so a tensor is looked at once: the layers of a model share
+    theirs. One that was made in inference mode may change unnoticed, and is looked at every time. Nothing is
+    looked at while a graph is captured or traced, nor in transforms; the kernels stay inside x whatever it
+    holds.
     """
     global _checked
-    if torch.compiler.is_compiling() or type(cu_seqlens) is not Tensor or cu_seqlens.device.type not in ("cpu", "cuda"):
+    if not can_read_values(cu_seqlens):
         return
     if cu_seqlens.dim() != 1 or x.dim() != 3 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
         return  # `check` says what is wrong
     if cu_seqlens.is_cuda:
         seen, version, length = _checked
-        now = 0 if cu_seqlens.is_inference() else cu_seqlens._version
-        if (seen() is cu_seqlens and (version, length) == (now, x.shape[2])) or torch.cuda.is_current_stream_capturing():
+        now = version_of(cu_seqlens)
+        known = now is not None and seen() is cu_seqlens and (version, length) == (now, x.shape[2])
+        if known or torch.cuda.is_current_stream_capturing():
             return
-        _checked = (weakref.ref(cu_seqlens), now, x.shape[2])
+        if now is not None:
+            _checked = (weakref.ref(cu_seqlens), now, x.shape[2])
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != x.shape[2] or any(a > b for a, b in itertools.pairwise(ends)):
         _checked = (lambda: None, 0, 0)

@@ -13,6 +13,7 @@ from turnout.ops.causal_conv1d.checks import check_filter
 from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class CausalConv1dUpdate(NamedTuple):
@@ -170,6 +171,7 @@ CAUSAL_CONV1D_UPDATE = Op(
 )  # fmt: skip
 
 
+@public(CAUSAL_CONV1D_UPDATE)
 def causal_conv1d_update(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
     cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from turnout.ops.convolution import costs
 from turnout.ops.convolution.gradients import convolution_backward, residual_gradient
-from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format
+from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format, with_residual
 from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 PAD_MODES = ("zeros", "replicate")
 
@@ -86,7 +87,7 @@ def reference(
 ) -> Tensor:  # fmt: skip
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
     y = in_format(F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight))
-    return y if residual is None else y.add_(residual.to(y.dtype))
+    return with_residual(y, residual)
 
 
 def vjp(inputs: tuple, grads: tuple) -> tuple:
@@ -155,6 +156,7 @@ CAUSAL_CONV3D = Op(
 )  # fmt: skip
 
 
+@public(CAUSAL_CONV3D)
 def causal_conv3d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
     padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",

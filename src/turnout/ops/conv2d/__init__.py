@@ -10,15 +10,16 @@ from torch import Tensor
 from turnout.ops.convolution import problem as shared
 from turnout.ops.convolution.costs import family, reference_cost, work
 from turnout.ops.convolution.gradients import convolution_vjp
+from turnout.ops.convolution.layout import with_residual
 from turnout.routing.op import Op
+from turnout.routing.public import public
 
 
 def reference(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    y = F.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return y if residual is None else y.add_(residual.to(y.dtype))
+    return with_residual(F.conv2d(input, weight, bias, stride, padding, dilation, groups), residual)
 
 
 def arguments(
@@ -35,6 +36,7 @@ CONV2D = Op(
 )  # fmt: skip
 
 
+@public(CONV2D)
 def conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
     dilation: int | Sequence[int] = 1, groups: int = 1, *, residual: Tensor | None = None,

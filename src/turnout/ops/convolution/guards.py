@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP, Convolution
 from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
+from turnout.routing.precision import strict_float32
 
 HALVES = (torch.float16, torch.bfloat16)
 _TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)
@@ -61,7 +62,8 @@ def loop_adds_carefully() -> bool:
     up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there) than on an Intel."""
     if not torch.backends.mkldnn.is_available():
         return False
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
         x, weight = (torch.sin(torch.arange(prod(s), dtype=torch.float64, device="cpu").square()).view(s) for s in _TRIED)
         true = torch.conv3d(x, weight)
         call = (x.float(), weight.float(), None)
@@ -204,7 +206,11 @@ def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, this route needs 1 of all"
 
 
+EXACT_FIRST = ("ieee", "tf32", "bf16")  # how float32 may be multiplied
+
+
 def needs_matmul_as_exact(problem: Convolution) -> Iterator[str]:
     """Torch has one flag for convolutions and one for matrix products."""
-    if problem.float32.matmul != "ieee" and problem.float32.conv == "ieee":
-        yield f"float32 matrix products as {problem.float32.matmul}, this route needs ieee, as for convolutions"
+    conv, matmul = problem.float32
+    if problem.dtype is torch.float32 and EXACT_FIRST.index(matmul) > EXACT_FIRST.index(conv):
+        yield f"float32 matrix products as {matmul}, this route needs {conv}, as for convolutions"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
 from turnout.ops.needs import installed
+from turnout.routing.fallback import functorch_level
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 FIRST = torch.contiguous_format
@@ -57,7 +58,14 @@ def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
         return x
     if x.is_contiguous(memory_format=format):  # dimensions of size one may have any stride
         return x.as_strided(x.shape, strides)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
+    """y and a residual, added in y's memory; not under a transform: y may lack the residual's batch."""
+    if residual is None:
+        return y
+    return y.add_(residual.to(y.dtype)) if functorch_level() is None else y + residual.to(y.dtype)
 
 
 def moved(x: Tensor, format: torch.memory_format) -> Tensor:

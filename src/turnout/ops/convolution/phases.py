@@ -60,7 +60,9 @@ def phase_weights(weight: Tensor, axes: Sequence[Axis]) -> Tensor:
     """`[Cout, Cin, KH, KW]` to `[phases of rows, phases of columns, Cout, Cin, rows, columns]`, added up in a wider type."""
     high, wide = axes
     # A matrix of zeros and ones: halves are exact in float32, TF32 included, and their sums are rounded once.
-    exact = torch.float64 if weight.dtype in (torch.float32, torch.float64) else torch.float32
+    # On a CPU torch may be told to multiply float32 as bfloat16, in which float16 is not exact.
+    in_float64 = weight.dtype in (torch.float32, torch.float64) or weight.is_cpu
+    exact = torch.float64 if in_float64 else torch.float32
     place = _places(high, wide, weight.shape[2], weight.shape[3], exact, weight.device)
     flat = weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, weight.shape[1]).to(exact)  # [Cout, KH * KW, Cin]
     summed = torch.matmul(place, flat)  # [Cout, phases * phases * rows * columns, Cin]
@@ -78,7 +80,7 @@ def _places(high: Axis, wide: Axis, rows: int, columns: int, dtype: torch.dtype,
         for a in range(len(high.starts)) for b in range(len(wide.starts)) for u in range(high.length) for v in range(wide.length)
         for y in range(rows) for x in range(columns)
     ]  # fmt: skip
-    return torch.tensor(values, dtype=dtype).reshape(-1, rows * columns).to(device)
+    return torch.tensor(values, dtype=dtype, device="cpu").reshape(-1, rows * columns).to(device)
 
 
 def by_phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: Sequence[int], out: Tensor) -> Tensor:

@@ -10,22 +10,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.routing.precision import get_precision
+
 ON_TORCHS_OWN_LOOP = 20480  # N * C * D * H of a single float32 image up to which torch keeps it from oneDNN
-_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def float32_settings() -> tuple[str, str, str]:
-    """What torch's flags say of float32 at this moment: convolutions on a GPU, on a CPU, matrix products on a GPU.
+def float32_settings(on_cpu: bool = False) -> tuple[str, str]:
+    """What torch's flags say of float32 now: of convolutions and of matrix products, on a GPU or on a CPU.
 
-    One of "tf32", "bf16", "ieee", or "none", which means IEEE too. Old flags (`torch.backends.cudnn.allow_tf32`) and new ones
-    (`torch.backends.cudnn.conv.fp32_precision`) both end here.
+    One of "tf32", "bf16", "ieee", or "none", which means IEEE too. Old flags, such as
+    `torch.backends.cudnn.allow_tf32`, and new ones, such as `torch.backends.cudnn.conv.fp32_precision`, end
+    here, in whatever order they were set; the getters of old flags raise once the new ones disagree.
     """
-    return _precision("cuda", "conv"), _precision("mkldnn", "conv"), _precision("cuda", "matmul")
+    backend = "mkldnn" if on_cpu else "cuda"
+    return get_precision(backend, "conv"), get_precision(backend, "matmul")
 
 
-def torch_settings() -> tuple:
-    """All settings of torch that change how a convolution is computed, or the layout of what comes out."""
-    return (*float32_settings(), torch._C._get_cudnn_enabled())
+def torch_settings(input: Tensor) -> tuple:
+    """All settings of torch that change how this input is convolved, or the layout of what comes out."""
+    if input.is_cpu:
+        return get_precision("mkldnn", "conv"), get_precision("mkldnn", "matmul")
+    return get_precision("cuda", "conv"), get_precision("cuda", "matmul"), torch._C._get_cudnn_enabled()
 
 
 class Float32(NamedTuple):
@@ -38,9 +43,8 @@ class Float32(NamedTuple):
     def of(input: Tensor) -> Float32:
         if input.dtype is not torch.float32:
             return Float32("", "")
-        gpu, cpu, matmul = float32_settings()
-        found = (cpu, "ieee") if input.device.type == "cpu" else (gpu, matmul)
-        return Float32(*("ieee" if precision == "none" else precision for precision in found))
+        settings = float32_settings(input.device.type == "cpu")
+        return Float32(*("ieee" if precision == "none" else precision for precision in settings))
 
 
 class Beside(NamedTuple):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from turnout.ops.dot import contraction as shared
 from turnout.routing.op import Op
+from turnout.routing.public import public
 
 
 class Dot(shared.Pair):
@@ -36,6 +37,7 @@ DOT = Op(
 )  # fmt: skip
 
 
+@public(DOT)
 @DOT.public
 def dot(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Inner product of two vectors, exactly `torch.dot`.

@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class GroupNormSilu(NamedTuple):
@@ -168,6 +169,7 @@ GROUP_NORM_SILU_INTO = Op(
 )  # fmt: skip
 
 
+@public(GROUP_NORM_SILU, GROUP_NORM_SILU_INTO)
 def group_norm_silu(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, silu: bool = True,
     out: Tensor | None = None,

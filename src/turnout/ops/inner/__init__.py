@@ -9,6 +9,7 @@ from torch import Tensor
 
 from turnout.ops.dot import contraction as shared
 from turnout.routing.op import Op
+from turnout.routing.public import public
 
 
 class Inner(shared.Pair):
@@ -42,6 +43,7 @@ INNER = Op(
 )  # fmt: skip
 
 
+@public(INNER)
 @INNER.public
 def inner(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Sum of products over the last dimension, exactly `torch.inner`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 Strides = tuple[int, ...]  # by batch, token and channel; of modulations 0 where they are the same for all
 
@@ -192,6 +193,7 @@ def _by_token(given: Tensor | None) -> Tensor | None:
     return given.unsqueeze(1) if given is not None and given.dim() == 2 else given
 
 
+@public(LAYER_NORM_MODULATE)
 def layer_norm_modulate(
     x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, *, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-6, residual: Tensor | None = None, gate: Tensor | None = None,
@@ -217,6 +219,7 @@ def layer_norm_modulate(
     return y if residual is None else (y, h)
 
 
+@public(GATED_ADD)
 def gated_add(residual: Tensor, gate: Tensor | None, x: Tensor) -> Tensor:
     """`residual + gate * x` in one pass, where the gate may be the same for all tokens: the end of a diffusion transformer's block.
 

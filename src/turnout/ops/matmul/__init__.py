@@ -11,6 +11,7 @@ from torch import Tensor
 from turnout.ops.dot import contraction as shared
 from turnout.routing.device import Device
 from turnout.routing.op import Op
+from turnout.routing.public import public
 
 
 class Matmul(shared.Pair):
@@ -73,6 +74,7 @@ MATMUL = Op(
 )  # fmt: skip
 
 
+@public(MATMUL)
 @MATMUL.public
 def matmul(a: Tensor, b: Tensor) -> Tensor:  # pyright: ignore[reportReturnType]
     """Matrix product with broadcast batches, exactly `torch.matmul`.

@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.ops.norm_rope.checks import check, table_kind
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class NormRope(NamedTuple):
@@ -191,6 +192,7 @@ NORM_ROPE = Op(
 )  # fmt: skip
 
 
+@public(NORM_ROPE)
 def norm_rope(
     x: Stream, cos: Tensor | None = None, sin: Tensor | None = None, *, weight: Weight = None, norm: bool | None = None,
     eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved", rotary_dim: int | None = None,
@@ -224,6 +226,7 @@ def norm_rope(
     ))[0]  # fmt: skip
 
 
+@public(NORM_ROPE)
 def norm_rope_qk(
     q: Stream, k: Stream, cos: Tensor | None = None, sin: Tensor | None = None, *, q_weight: Weight = None, k_weight: Weight = None,
     norm: bool | None = None, eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved",

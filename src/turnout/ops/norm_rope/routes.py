@@ -158,7 +158,7 @@ def cpu_rows(
             outs.append(q.new_empty(0))
             continue
         shape, y_steps = out_steps(x.shape, total, out_layout)
-        y = torch.empty(shape, dtype=x.dtype)
+        y = torch.empty(shape, dtype=x.dtype, device=x.device)
         outs.append(y)
         for part, scale, before in ((x, weight, 0), (x2, weight2, x.shape[1])):
             if part is None or not part.numel():

@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 STYLES = ("rms_norm", "normalize")
 
@@ -162,6 +163,7 @@ RMS_NORM_SILU_INTO = Op(
 )  # fmt: skip
 
 
+@public(RMS_NORM_SILU, RMS_NORM_SILU_INTO)
 def rms_norm_silu(
     x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float, dim: int = 1, silu: bool = True,
     style: str = "rms_norm", out: Tensor | None = None,

@@ -11,6 +11,7 @@ from torch import Tensor
 from turnout.ops.causal_conv1d import channel_last, dense
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 CHUNK = 64  # positions whose states the reference holds at a time
 
@@ -139,6 +140,7 @@ SELECTIVE_SCAN = Op(
 )  # fmt: skip
 
 
+@public(SELECTIVE_SCAN)
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None, return_final_state: bool = False,

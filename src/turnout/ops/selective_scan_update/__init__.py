@@ -11,6 +11,7 @@ from torch import Tensor
 from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class SelectiveScanUpdate(NamedTuple):
@@ -118,6 +119,7 @@ SELECTIVE_SCAN_UPDATE = Op(
 )  # fmt: skip
 
 
+@public(SELECTIVE_SCAN_UPDATE)
 def selective_scan_update(
     x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, log_rates: bool = False,

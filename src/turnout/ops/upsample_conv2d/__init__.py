@@ -16,6 +16,7 @@ from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format
 from turnout.ops.convolution.problem import Conv2d, spread, torch_settings
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
+from turnout.routing.public import public
 
 
 class UpsampleConv2d(NamedTuple):
@@ -105,6 +106,7 @@ UPSAMPLE_CONV2D = Op(
 )  # fmt: skip
 
 
+@public(UPSAMPLE_CONV2D)
 def upsample_conv2d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: int = 2, padding: int | Sequence[int] = 1
 ) -> Tensor:

@@ -1,0 +1,117 @@
+"""Calls that only plain PyTorch can take: under a transform or a mode, with a tensor subclass.
+
+A call asks this before it runs a route, and `explain` asks the same questions, so the two agree. Whatever
+reads the values of a tensor on the host asks `can_read_values` first: under a transform there are none, and a
+trace would keep those of its example.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+functorch_level: Callable[[], Any] = _functorch.peek_interpreter_stack
+count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
+tracing_state: Callable[[], Any] = torch._C._get_tracing_state
+
+
+class Blocked(NamedTuple):
+    """Why no route may take a call."""
+
+    reason: str
+    # False where torch rewrites the program, as vmap does: there a pin has nothing to decide.
+    pin_raises: bool
+
+
+AUTOCAST_ON = Blocked("autocast is on, routes of this op need it off", True)
+
+
+def blocked(args: Sequence[Any], minds_autocast: bool) -> Blocked | None:
+    """Why only plain PyTorch can take a call with these arguments, here and now; None where routes may.
+
+    minds_autocast: under autocast this op is torch's alone.
+    """
+    rewriting = _rewriting()
+    if rewriting is not None:
+        return Blocked(f"{rewriting}, routes need a plain eager call", False)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    for x in tensors:
+        if isinstance(x, FakeTensor):
+            return Blocked("a fake tensor, routes need values", False)
+        if type(x) not in PLAIN_TENSORS:
+            return Blocked(f"tensor subclass {type(x).__name__}, routes need plain tensors", True)
+        if x.is_neg() or x.is_conj():
+            return Blocked("a lazily negated or conjugated tensor, routes need its values in memory", False)
+    if minds_autocast and autocasting():
+        return AUTOCAST_ON
+    devices = dict.fromkeys(x.device for x in tensors)
+    if len(devices) > 1:
+        return Blocked(f"tensors on {' and '.join(map(str, devices))}, routes need one device", True)
+    return None
+
+
+def _rewriting() -> str | None:
+    """What runs or records this program in its own way: a transform, a mode, a trace; None for nothing."""
+    level = functorch_level()
+    if level is not None:
+        return f"a torch.func transform ({str(level.key()).rpartition('.')[2].lower()})"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if count_modes():
+        return f"dispatch mode {type(_get_current_dispatch_mode()).__name__}"
+    if tracing_state() is not None:
+        return "torch.jit.trace"
+    return None
+
+
+def can_read_values(tensor: Tensor) -> bool:
+    """Whether the host may look at a tensor's values, and act on them: an eager call with real values."""
+    return (
+        type(tensor) in PLAIN_TENSORS
+        and tensor.device.type in ("cpu", "cuda")
+        and not torch.compiler.is_compiling()
+        and _rewriting() is None
+    )
+
+
+_derivative_of_backward: ContextVar[bool] = ContextVar("turnout_derivative_of_backward", default=False)
+
+
+@contextlib.contextmanager
+def differentiable_backward() -> Iterator[None]:
+    """Inside this block the reference computes a backward that will itself be differentiated."""
+    token = _derivative_of_backward.set(True)
+    try:
+        yield
+    finally:
+        _derivative_of_backward.reset(token)
+
+
+def needs_any_derivative() -> bool:
+    """Whether more than a first backward is asked of the reference: forward-mode or second derivatives.
+
+    torch's fused kernels, such as those of attention, have neither.
+    """
+    if forward_ad._current_level >= 0 or _derivative_of_backward.get():
+        return True
+    if functorch_level() is None:
+        return False
+    levels = [str(level.key()).rpartition(".")[2] for level in _functorch.get_interpreter_stack()]
+    return "Jvp" in levels or levels.count("Grad") > 1
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """A number that goes up when the tensor is written to; None where there is none, as in inference mode."""
+    return None if tensor.is_inference() else tensor._version

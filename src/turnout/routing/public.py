@@ -1,0 +1,93 @@
+"""Public functions and their calls of ops: what `explain`, `tune`, `pin` and the CLI are asked about.
+
+A public function is declared once, with the ops it may call. How its arguments become those of an op is
+written in the function itself and nowhere else: `lower` runs it up to the point where the op would choose a
+route.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from turnout.routing import settings
+from turnout.routing.op import OPS, Op
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PUBLIC: dict[str, Public] = {}
+
+
+class Lowered(NamedTuple):
+    """What a public call asks of an op: the op, and its reference's positional arguments."""
+
+    op: Op
+    args: tuple
+
+
+class Public(NamedTuple):
+    """A public function and the ops it may call, the one it calls without `out=` first."""
+
+    function: Callable[..., Any]
+    ops: tuple[Op, ...]
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of the function, annotations as types."""
+        return inspect.signature(self.function, eval_str=True)
+
+
+def public(*ops: Op) -> Callable[[F], F]:
+    """Declare a public function and the ops it may call; each call of it makes one call of one of them.
+
+    The function stays as it is: nothing stands between it and its ops.
+    """
+
+    def declare(function: F) -> F:
+        PUBLIC[function.__name__] = Public(function, ops)
+        settings.PINNED_TOGETHER[function.__name__] = tuple(op.name for op in ops)
+        return function
+
+    return declare
+
+
+def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
+    """The public function of a name or of itself, or an op that has none."""
+    if isinstance(op, Op):
+        return op
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    if name in PUBLIC:
+        return PUBLIC[name]
+    if name in OPS:
+        return OPS[name]
+    raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted({*OPS, *PUBLIC}))}")
+
+
+def op_named(op: str | Callable[..., Any] | Op) -> Op:
+    """The op of a name, of a public function or of itself; of a function with several ops, the first."""
+    found = public_named(op)
+    return found if isinstance(found, Op) else found.ops[0]
+
+
+def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lowered:
+    """The op and the reference's arguments of a public call, without running it.
+
+    An `Op`, or the name of one without a public function, takes its reference's arguments.
+
+    >>> import torch, turnout
+    >>> x, residual, gate = torch.ones(1, 2, 4), torch.ones(1, 2, 4), torch.ones(1, 4)
+    >>> op, args = lower(turnout.gated_add, residual, gate, x=x)
+    >>> op.name, args[0] is x, args[2].shape
+    ('gated_add', True, torch.Size([1, 1, 4]))
+    """
+    found = public_named(op)
+    if isinstance(found, Op):
+        return Lowered(found, found.signature.bind(*args, **kwargs).args)
+    bound = inspect.signature(found.function).bind(*args, **kwargs)  # names the missing argument
+    with settings.asking():
+        try:
+            found.function(*bound.args, **bound.kwargs)
+        except settings.Asked as asked:
+            return Lowered(*asked.call)
+    raise AssertionError(f"{found.function.__name__} returned without calling one of its ops")
