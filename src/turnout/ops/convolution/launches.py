@@ -305,7 +305,7 @@ class Launch(NamedTuple):
     short: Callable[..., None] | None = None
 
 
-# One name for each: a route's fingerprint has the code of its own kernel only.
+# One name for each way of launching.
 GEMM = Launch(implicit_gemm)
 GEMM_HOPPER = Launch(implicit_gemm_hopper, _plan, tiles.Tile, _launch_implicit_gemm)
 NARROW = Launch(narrow_out)
