@@ -36,10 +36,11 @@ $(LATEST_STAMP): pyproject.toml
 test-latest: $(LATEST_STAMP)
 	OMP_WAIT_POLICY=passive $(LATEST) -m pytest -q -n 2 --dist worksteal
 
-# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each.
+# The tests of faults in their long form: 500 signals of each kind to every CPU route, a line of counts for each;
+# 10,000 mutated rows of tables, 50 kills in the middle of a write.
 SIGNALS ?= 500
 fault-test: setup
-	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) $(RUN) -m pytest -q -s tests/faults
+	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) TURNOUT_MUTATED=10000 TURNOUT_KILLS=50 $(RUN) -m pytest -q -s tests/faults
 
 # Random calls down every route that takes them, against float64; goes on where the last run stopped. Counts go to
 # the results of MACHINE, such as cpu-zen4. Status 1 if a route is wrong.
