@@ -53,14 +53,14 @@ test-latest: $(LATEST_STAMP)
 	OMP_WAIT_POLICY=passive $(LATEST) -m pytest -q -n 2 --dist worksteal
 
 # The tests of faults in their long form, a line of counts for each: 500 signals of each kind to every CPU route,
-# 10,000 patterns of overlap to every op and CPU route that writes, 100,000 calls with ever new shapes,
-# every public call in every situation with every route pinned.
+# 10,000 patterns of overlap to every op and CPU route that writes, 100,000 calls with ever new shapes, every public
+# call in every situation with every route pinned, 10,000 mutated rows of tables, 50 kills in the middle of a write.
 SIGNALS ?= 500
 PATTERNS ?= 10000
 CALLS ?= 100000
 fault-test: setup
 	OMP_WAIT_POLICY=passive TURNOUT_SIGNALS=$(SIGNALS) TURNOUT_PATTERNS=$(PATTERNS) TURNOUT_CALLS=$(CALLS) \
-	TURNOUT_EVERY_CALL=1 $(RUN) -m pytest -q -s tests/faults
+	TURNOUT_EVERY_CALL=1 TURNOUT_MUTATED=10000 TURNOUT_KILLS=50 $(RUN) -m pytest -q -s tests/faults
 
 # Random calls down every route that takes them, against float64; goes on where the last run stopped. Counts go to
 # the results of MACHINE, such as cpu-zen4. Status 1 if a route is wrong.

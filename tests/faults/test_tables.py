@@ -1,6 +1,7 @@
-"""Files of measured rows under attack: no content and no kind of file makes a call raise or wait, and no kill loses a row.
+"""Files of measured rows under attack: none makes a call raise or wait, and no kill loses a row.
 
-`TURNOUT_MUTATED=10000 TURNOUT_KILLS=50 pytest tests/faults/test_tables.py` (`make fault-test`) is the long form.
+`TURNOUT_MUTATED=10000 TURNOUT_KILLS=50 pytest tests/faults/test_tables.py` (`make fault-test`) is the long
+form.
 """
 
 import json
@@ -49,7 +50,8 @@ def measured():
         problem = op.problem(*args)
         made = Row(
             op=op.name, problem={name: plain(value) for name, value in problem._asdict().items()},
-            us={"reference": 10.0, route.name: 1.0}, error={"reference": 0.0}, config={route.name: dict(route.configs(problem, CPU)[0])},
+            us={"reference": 10.0, route.name: 1.0}, error={"reference": 0.0},
+            config={route.name: dict(route.configs(problem, CPU)[0])},
             version={route.name: route.version}, code_hash={route.name: route.code_hash},
             versions=for_device("cpu"), machine=machine_of(CPU),
         )  # fmt: skip
@@ -58,7 +60,7 @@ def measured():
 
 
 def ask_everything(measured):
-    """A call, an explanation of every op, and `turnout doctor` of the tables as they lie there. Gives doctor's check."""
+    """A call, an explanation of every op, and what `turnout doctor` says of the tables as they lie there."""
     forget_tables()
     forget_choices()
     for op, args, _ in measured:
@@ -81,8 +83,9 @@ def other_number(draw, text):
     if not numbers:
         return text + "x"
     place = draw.choice(numbers)
-    huge = ["NaN", "Infinity", "-Infinity", "1" * 400, "1" * 5000, "-" + "9" * 400, "1e999", "1e308", "-1", "0.5", "1" * 30]
-    return text[: place.start()] + draw.choice(huge) + text[place.end() :]
+    others = ["NaN", "Infinity", "-Infinity", "1" * 400, "1" * 5000, "-" + "9" * 400, "1e999", "1e308"]
+    others += ["-1", "0.5", "1" * 30]
+    return text[: place.start()] + draw.choice(others) + text[place.end() :]
 
 
 def truncated(draw, text):
@@ -107,8 +110,10 @@ def encoded(draw, text):
 
 
 def nested(draw, text):
-    depth, (opening, closing) = draw.choice((10, 300, 900, 5000, 100_000)), draw.choice((("[", "]"), ('{"a":', "}")))
-    return text.replace(draw.choice((": {", ": [", ": ")), f": {opening * depth}1{closing * depth}, " + '"x": ', 1)
+    depth = draw.choice((10, 300, 900, 5000, 100_000))
+    opening, closing = draw.choice((("[", "]"), ('{"a":', "}")))
+    place = draw.choice((": {", ": [", ": "))
+    return text.replace(place, f": {opening * depth}1{closing * depth}, " + '"x": ', 1)
 
 
 def with_the_same_name_twice(draw, text):
@@ -118,13 +123,14 @@ def with_the_same_name_twice(draw, text):
 
 def with_strange_texts(draw, text):
     texts = re.findall(r'"[^"\n]*"', text)
-    strange = ["[/bold]", "[red]", "\\u001b[2J", "\\ud800", "%s{0}", "\\n\\r", "x" * 100_000, "\u202e", "../../etc", "__class__"]
+    strange = ["[/bold]", "[red]", "\\u001b[2J", "\\ud800", "%s{0}", "\\n\\r", "x" * 100_000, "\u202e"]
+    strange += ["../../etc", "__class__", "1" * 5000 + ".1"]
     return text.replace(draw.choice(texts), f'"{draw.choice(strange)}"', draw.choice((1, -1)))
 
 
 ATTACKS = (
-    other_values, other_values, other_values, other_number, truncated, with_null_bytes, with_other_bytes, encoded, nested,
-    with_the_same_name_twice, with_strange_texts,
+    other_values, other_values, other_values, other_number, truncated, with_null_bytes, with_other_bytes,
+    encoded, nested, with_the_same_name_twice, with_strange_texts,
 )  # fmt: skip
 
 
@@ -148,7 +154,10 @@ def with_other_rows(draw, text):
     return json.dumps({"schema": 2, "rows": rows})
 
 
-TABLE_ATTACKS = (of_another_schema, with_rows_that_are_no_list, with_other_rows, truncated, with_null_bytes, with_other_bytes, encoded)
+TABLE_ATTACKS = (
+    of_another_schema, with_rows_that_are_no_list, with_other_rows, truncated, with_null_bytes,
+    with_other_bytes, encoded,
+)  # fmt: skip
 
 
 def test_no_content_of_a_file_raises_and_each_is_a_row_or_one_line_of_doctor(measured):
@@ -186,12 +195,13 @@ def test_no_content_of_a_shipped_table_raises(measured, tmp_path, monkeypatch):
 
 def test_a_row_that_cannot_be_is_told_by_doctor(measured):
     (op, _, made), *_ = measured
+    unknown = {name: {"block": 7} for name in made.config}
     lines = {
         "1 row of ops that are not known: dott (1)": {"op": "dott"},
         "1 row measured with another machine or other settings: threads 3, vectors none (1)": {
             "machine": {"threads": 3, "vectors": "none"}
         },
-        f"1 row of calls or configurations that no route takes: {op.name} (1)": {"config": {name: {"block": 7} for name in made.config}},
+        f"1 row of calls or configurations that no route takes: {op.name} (1)": {"config": unknown},
     }
     for line, change in lines.items():
         file = publish(Row(**{**made.json(), **change}), CPU)
@@ -199,11 +209,11 @@ def test_a_row_that_cannot_be_is_told_by_doctor(measured):
         file.unlink()
 
 
-@pytest.mark.parametrize("name", [b"[red][.json", b"\xff\xfe.json", b"\x1b[2J.json", b"a\nb.json", "\u202e.json".encode()])
+@pytest.mark.parametrize("name", [b"[red][", b"\xff\xfe", b"\x1b[2J", b"a\nb", "\u202e".encode()])
 def test_no_name_of_a_file_ends_doctor(name, measured, monkeypatch):
     place = folder(CPU)
     place.mkdir(parents=True)
-    (Path(os.fsdecode(os.fsencode(place) + b"/" + name))).write_text("{}")
+    (Path(os.fsdecode(os.fsencode(place) + b"/" + name + b".json"))).write_text("{}")
     ask_everything(measured)
     monkeypatch.setattr(doctor, "routes", list)  # checked elsewhere, and slow
     for arguments in (["doctor"], ["doctor", "--json"]):
@@ -328,20 +338,20 @@ WRITER = """if True:
     import torch, turnout
     from turnout.routing.device import Device
     from turnout.routing.row import Row
-    from turnout.routing.store import load_here, publish
-    from turnout.routing.tune import measure
+    from turnout.routing.store import folder, load_here, publish
     from dataclasses import replace
-    from turnout.ops.dot import DOT
 
     torch.set_num_threads(1)
     cpu, draw = Device.of("cpu"), random.Random(0)
-    earlier = [turnout.tune("dot", torch.ones(n), torch.ones(n), budget=0.3, progress=False)[0] for n in (64, 128)]
+    vectors = [torch.ones(n) for n in (64, 128)]
+    earlier = [turnout.tune("dot", x, x, budget=0.3, progress=False)[0] for x in vectors]
     lost = torn = written = 0
     for kill in range(int(sys.argv[1])):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            rows = [replace(earlier[0], problem={**earlier[0].problem, "a": [n], "b": [n]}) for n in range(1000, 1100)]
+            problems = [{**earlier[0].problem, "a": [n], "b": [n]} for n in range(1000, 1100)]
+            rows = [replace(earlier[0], problem=problem) for problem in problems]
             turn = 0
             while True:
                 turn += 1
@@ -363,7 +373,7 @@ WRITER = """if True:
         lost += sum(row not in loaded.rows for row in earlier)
         torn += len(loaded.problems)
         written += len(told)
-    print(lost, torn, written, sum(part.suffix == ".part" for part in turnout.routing.store.folder(cpu).iterdir()))
+    print(lost, torn, written, sum(part.suffix == ".part" for part in folder(cpu).iterdir()))
 """
 
 

@@ -1,0 +1,73 @@
+"""The fuzzer finds what is wrong, takes what is right, and goes on where it stopped."""
+
+import pytest
+import torch
+
+from tests import fuzz, walk
+from turnout.ops.dot import DOT
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+@pytest.fixture(autouse=True)
+def _fewer_draws(monkeypatch):
+    monkeypatch.setattr(fuzz, "MANY", 16)
+
+
+def wrong_lines(op, count, file):
+    found = fuzz.Counts(file, 0).of(op.name)
+    lines = [line for seed in range(count) for line in fuzz.try_case(op, seed, walk.CPU, found)]
+    return lines, found
+
+
+@walk.ops
+def test_cases_are_the_same_for_a_seed_and_nothing_is_wrong(op, tmp_path):
+    lines, found = wrong_lines(op, 8, tmp_path / "state.json")
+    again, _ = wrong_lines(op, 8, tmp_path / "other.json")
+    assert lines == again == []
+    assert found["cases"] == 8
+    assert found["calls"] >= found["cases"] - found["refused"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mistake", "why"),
+    [
+        (lambda right: right * (1 + 1e-4), "its error against float64"),
+        (lambda right: torch.full_like(right, float("nan")), "finite where they should not be"),
+        (lambda right: right.reshape(1), "shape is"),
+        (lambda right: right.double(), "dtype is"),
+    ],
+)
+def test_mistakes_are_found(mistake, why, monkeypatch, tmp_path):
+    right = DOT.reference
+    monkeypatch.setattr(DOT, "call", lambda *args: mistake(right(*args)))
+    lines, found = wrong_lines(DOT, 12, tmp_path / "state.json")
+    assert any(why in line for line in lines)
+    assert all(wrong["route"] == fuzz.ROUTED for wrong in found["wrong"])
+
+
+def test_writing_beside_the_elements_is_found(monkeypatch, tmp_path):
+    right = DOT.reference
+
+    def careless(a, b):
+        whole = torch.empty(0, dtype=a.dtype).set_(a.untyped_storage())
+        whole += 1
+        result = right(a, b)
+        whole[-1:] -= 1  # all but the last element are changed
+        return result
+
+    monkeypatch.setattr(DOT, "call", careless)
+    lines, _ = wrong_lines(DOT, 6, tmp_path / "state.json")
+    assert lines
+
+
+def test_a_run_goes_on_where_the_last_one_stopped(tmp_path):
+    said = []
+    file = tmp_path / "state.json"
+    fuzz.run(fuzz.Counts(file, 5), 20, walk.CPU, [DOT], said.append)
+    first = fuzz.Counts(file, 5)
+    assert 20 <= first.calls < 30
+    fuzz.run(first, 40, walk.CPU, [DOT], said.append)
+    at_once = fuzz.Counts(tmp_path / "other.json", 5)
+    fuzz.run(at_once, 40, walk.CPU, [DOT], said.append)
+    assert fuzz.Counts(file, 5).ops == at_once.ops
