@@ -329,7 +329,8 @@ def test_what_explain_says_is_what_runs(name, situation, runs):
 
 
 RANDOM_CALLS = 200 if EVERY_CALL else 15
-MIXED = ("plain", "no_grad", "inference", "exact", "autocast cpu bfloat16", "autocast cuda", "mode", "parameter", "subclass")
+AUTOCASTS = ("autocast cpu bfloat16", "autocast cuda")
+MIXED = ("plain", "no_grad", "inference", "exact", *AUTOCASTS, "mode", "parameter", "subclass")
 
 
 class Asked(NamedTuple):
@@ -343,7 +344,7 @@ class Asked(NamedTuple):
 
 @walk.ops
 def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
-    """Shapes, strides, dtypes and settings at random, a pin in half of them: of the op, by its reference's arguments."""
+    """Shapes, strides, dtypes and settings at random, a pin in half of them."""
     draw, taken = random.Random(op.name), set()
     for seed in range(RANDOM_CALLS):
         args = walk.random_call(op, seed, walk.CPU)

@@ -180,7 +180,7 @@ class Op:
         return functools.wraps(described)(self.call)
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
-        """The reference's positional arguments of a case; `routing.public.lower` has those of a public call."""
+        """The reference's positional arguments of a case; `public.lower` has those of a public call."""
         if self._arguments is not None:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
