@@ -372,7 +372,13 @@ def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
     assert "reference" in taken
 
 
-COMPILED = [call for call in CALLS if EVERY_CALL or call.number == 0]
+def read_by_the_host(call):
+    """Whether the choice depends on values in a tensor, such as lengths: a compiled program does not know them."""
+    tensors = [x for value in call.make().values() for x in tensors_in(value)]
+    return call.name == "attention" and not all(x.is_floating_point() for x in tensors)
+
+
+COMPILED = [call for call in CALLS if (EVERY_CALL or call.number == 0) and not read_by_the_host(call)]
 
 
 @pytest.mark.parametrize("call", COMPILED, ids=str)
