@@ -219,7 +219,7 @@ def test_no_name_of_a_file_ends_doctor(name, measured, monkeypatch):
     for arguments in (["doctor"], ["doctor", "--json"]):
         told = CliRunner().invoke(cli.app, arguments)
         assert told.exit_code == 0, told.exception
-        assert "a row needs op" in told.output
+        assert "a row needs op" in " ".join(told.output.split())  # a narrow screen breaks lines
 
 
 # Kinds of files

@@ -180,9 +180,9 @@ def compute_rolled(
                     for ku in gl.static_range(KU):
                         tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
                         accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
-                    # Not before: only products that have begun show that all pixels have been read.
-                    mbarrier.arrive(free.index(stage), count=1)
                     accs = settle(accs, (pixels,), 0)
+                    # Not before: one warp speaks for four, and only products that are done show that all have read their pixels.
+                    mbarrier.arrive(free.index(stage), count=1)
                     step += 1
                 row = first + j - (KU - 1)
                 at_u = u + gl.where(up, ROWS - 1 - row, row)
