@@ -21,14 +21,14 @@ demo: setup
 	.venv/bin/turnout race wan-vae --dtype float32 --rounds 3 --seconds 10 --report demo/wan-vae-float32.html
 	@echo "Reports: demo/wan-vae-bfloat16.html, demo/wan-vae-float32.html"
 
-# Threads that wait without spinning: two test processes share the cores (463 s instead of 605 on two of them).
+# Threads that wait without spinning: two test processes share the cores.
 # Then the kernels and the way they are launched with each other Triton that is supported.
 test: setup lint $(TRITONS:%=.tritons/%/.made)
 	OMP_WAIT_POLICY=passive $(RUN) -m pytest -q -n 2 --dist worksteal
 	@for version in $(TRITONS); do echo "Triton $$version"; \
 	TURNOUT_COMPILE=quick PYTHONPATH=.tritons/$$version $(RUN) -m pytest -q -n 2 --dist worksteal $(WITH_TRITON) || exit 1; done
 
-# Every launch of every case, for every card, with every Triton that is supported: an hour on two cores.
+# Every launch of every case, for every card, with every Triton that is supported. Takes long.
 compile-all: setup $(TRITONS:%=.tritons/%/.made)
 	TURNOUT_COMPILE=all $(RUN) -m pytest -q -n 2 --dist worksteal $(WITH_TRITON)
 	@for version in $(TRITONS); do echo "Triton $$version"; \

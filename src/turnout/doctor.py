@@ -70,10 +70,10 @@ def compilers() -> list[Check]:
         return [Check("triton", "warning", "not installed: GPU routes of our own are refused; pip install triton")]
     pair = f"torch {torch.__version__} with triton {triton}"
     ran = [v for v in support.VERIFIED if _same_minor(v.torch, torch.__version__) and _same_minor(v.triton, triton)]
-    on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v.card})" for v in support.VERIFIED)
+    on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v})" for v in support.VERIFIED)
     elsewhere = f"every route was run on a card with {on_cards}"
     if ran:
-        checks = [Check(pair, "ok", f"every route was run on a card with this pair: {', '.join(v.card for v in ran)}")]
+        checks = [Check(pair, "ok", f"every route was run on a card with this pair: {'; '.join(map(str, ran))}")]
     elif versions.minor(triton) in support.COMPILED:
         checks = [Check(pair, "ok", f"every kernel was compiled with this Triton, not run; {elsewhere}")]
     else:

@@ -30,7 +30,7 @@ CARDS = {
 }
 CARDS = {name: replace(device, triton=TRITON) for name, device in CARDS.items()}
 
-# How much is compiled: "quick" one launch for each kernel and dtype on Hopper, "usual" that on every card, "all" every
+# How much is compiled: "quick" one launch for each kernel and dtype on Hopper, "usual" on other cards too, "all" every
 # launch of every case on every card.
 LEVELS = ("quick", "usual", "all")
 LEVEL = os.environ.get("TURNOUT_COMPILE", "usual")

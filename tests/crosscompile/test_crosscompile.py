@@ -14,12 +14,11 @@ PARTS = 4  # of a card's kernels, so that several processes may share them
 PLACES = [(card, part) for card in (CARDS if LEVEL != "quick" else ["sm_90"]) for part in range(PARTS)]
 
 MOST_REGISTERS = 255
-# Where a kernel may use more registers than it does, ptxas sometimes keeps a value or two in memory all the same: it
-# found that cheaper, and does so outside of loops.
+# Where a kernel may use more registers than it does, ptxas sometimes keeps a value or two in memory all the same.
 BY_CHOICE = 8
 # Two values of the producer, before its loops: 80 registers a thread let two blocks share a multiprocessor, which is
 # worth more. Neither fewer channels a block nor a loop over them mended it.
-ALLOWED = {("narrow_out_rolled", (3, 9)): 16, ("narrow_out_rolled", (3, 8)): 16}
+ALLOWED = {("narrow_out_rolled", (3, 9)): 16}
 
 
 def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:

@@ -18,15 +18,20 @@ from turnout.routing.device import Device
 
 
 class Verified(NamedTuple):
-    """All GPU tests passed in one run with these versions on this card."""
+    """All GPU tests were run in one go with these versions on this card, and so many of them passed."""
 
     torch: str
     triton: str
     card: str
     tests: int
+    passed: int
+
+    def __str__(self) -> str:
+        return f"{self.passed} of {self.tests} GPU tests passed on {self.card}"
 
 
-VERIFIED: tuple[Verified, ...] = (Verified("2.11.0", "3.6.0", "NVIDIA H200", 1109),)
+# The one that failed is told of in the notes of convolutions; its kernel has changed since.
+VERIFIED: tuple[Verified, ...] = (Verified("2.11.0", "3.6.0", "NVIDIA H200", 1129, 1128),)
 COMPILED: tuple[versions.Version, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 PROBE = "turnout.launch.probe_kernels:probe"
 
