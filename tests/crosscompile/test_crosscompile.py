@@ -3,6 +3,8 @@
 `make test` runs this with each Triton that is supported: see the Makefile.
 """
 
+import re
+
 import pytest
 
 from tests.crosscompile.chosen import CARDS, LEVEL, TRITON, compiled_here, launches
@@ -21,12 +23,25 @@ BY_CHOICE = 8
 ALLOWED = {("narrow_out_rolled", (3, 9)): 16}
 
 
+def reused_barriers(ptx: str) -> list[int]:
+    """Offsets of barriers in shared memory that lie where values are stored. To the card a barrier stays one: its 8 bytes change when
+    another process is given the card for a while."""
+    stores = [int(at) for at in re.findall(r"st\.shared\S*\s+\[%r\d+\+(\d+)\]", ptx)]
+    if not stores:
+        return []
+    sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    barriers = [int(sums.get(register, 0)) for register in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)]
+    return [barrier for barrier in barriers if min(stores) <= barrier <= max(stores)]
+
+
 def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
     """What a kernel needs that it should not, in words. Of those that no model's call takes: more memory than there is."""
     resources, name = compiled.resources, compiled.launch.kernel.fn.__name__
     most = compiled.launch.options.get("maxnreg") or MOST_REGISTERS
     if resources.shared > shared:
         return f"{resources.shared} bytes of shared memory, the card has {shared}"
+    if reused := reused_barriers(compiled.kernel.asm.get("ptx", "")):
+        return f"memory of barriers used for something else: {reused}"
     if not tuned:
         return None
     if resources.serialized:
@@ -65,3 +80,16 @@ def test_routes_declare_what_they_launch():
         if kernel not in OPS[chosen.op].routes[chosen.route].kernels
     }
     assert undeclared == set()
+
+
+KEPT = """
+    add.s32 %r1, %r9, 4096;
+    @%p1 mbarrier.init.shared::cta.b64 [%r1], 1;
+    st.shared.b32 [%r2+1024], %r3;
+    st.shared.v2.b32 [%r2+2048], {%r3, %r4};
+"""
+
+
+@pytest.mark.parametrize(("at", "found"), [(4096, []), (1024, [1024]), (1536, [1536]), (512, [])])
+def test_memory_of_barriers_is_theirs(at, found):
+    assert reused_barriers(KEPT.replace("4096", str(at))) == found

@@ -121,6 +121,16 @@ def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
+def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a barrier: when another process
+    is given the card for a while, those 8 bytes do not come back as they were."""
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def fetch_rolled(
     x, cache, w1, xs, taps, full, free, held, tiles, nw, nu, ns, frames, ps, pu, pw,
     KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -180,9 +190,9 @@ def compute_rolled(
                     for ku in gl.static_range(KU):
                         tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
                         accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
-                    accs = settle(accs, (pixels,), 0)
-                    # Not before: one warp speaks for four, and only products that are done show that all have read their pixels.
+                    # Triton makes the four warps meet here, so all of them have read their pixels.
                     mbarrier.arrive(free.index(stage), count=1)
+                    accs = settle(accs, (pixels,), 0)
                     step += 1
                 row = first + j - (KU - 1)
                 at_u = u + gl.where(up, ROWS - 1 - row, row)
@@ -204,9 +214,9 @@ def narrow_out_rolled(
     """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)
     taps = gl.allocate_shared_memory(x.dtype, [KU * KS * BLOCKS, BK, BF, 1, BC], w1.layout)
-    full, free, _ = rings(STAGES, 1, 1)
-    held = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(held.index(0), count=1)
+    full = barriers(STAGES, 1)
+    free = barriers(STAGES, 2)
+    held = barriers(1, 1)
     gl.warp_specialize(
         [
             (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
