@@ -24,14 +24,14 @@ ALLOWED = {("narrow_out_rolled", (3, 9)): 16}
 
 
 def reused_barriers(ptx: str) -> list[int]:
-    """Offsets of barriers in shared memory that lie where values are stored. To the card a barrier stays one: its 8 bytes change when
-    another process is given the card for a while."""
+    """Offsets of barriers in shared memory that lie where values are stored, and are never made invalid. To the card a barrier stays one
+    until then: its 8 bytes change when another process is given the card for a while."""
     stores = [int(at) for at in re.findall(r"st\.shared\S*\s+\[%r\d+\+(\d+)\]", ptx)]
     if not stores:
         return []
     sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
-    barriers = [int(sums.get(register, 0)) for register in re.findall(r"mbarrier\.init\S*\s+\[(%r\d+)\]", ptx)]
-    return [barrier for barrier in barriers if min(stores) <= barrier <= max(stores)]
+    made, ended = ({int(sums.get(at, 0)) for at in re.findall(rf"mbarrier\.{what}\S*\s+\[(%r\d+)\]", ptx)} for what in ("init", "inval"))
+    return sorted(barrier for barrier in made - ended if min(stores) <= barrier <= max(stores))
 
 
 def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
@@ -93,3 +93,4 @@ KEPT = """
 @pytest.mark.parametrize(("at", "found"), [(4096, []), (1024, [1024]), (1536, [1536]), (512, [])])
 def test_memory_of_barriers_is_theirs(at, found):
     assert reused_barriers(KEPT.replace("4096", str(at))) == found
+    assert reused_barriers(KEPT.replace("4096", str(at)) + "mbarrier.inval.shared::cta.b64 [%r1];") == []
