@@ -130,7 +130,7 @@ def test_a_replaced_forward_is_not_touched():
     model = nn.Conv2d(1, 1, 1)
     norm = nn.GroupNorm(1, 1)
     norm.forward = lambda x: x
-    with pytest.warns(turnout.TurnoutWarning, match="forward was replaced on this instance"):
+    with pytest.warns(turnout.TurnoutWarning, match="its forward was replaced"):
         turnout.accelerate(nn.Sequential(norm))
     assert type(norm) is nn.GroupNorm
     turnout.accelerate(model)

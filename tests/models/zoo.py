@@ -100,7 +100,7 @@ def flux():
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
-        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
+        num_layers=2, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
         in_channels=4, guidance_embeds=True, axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
 
@@ -109,7 +109,7 @@ def wan_transformer():
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
-        num_layers=1, num_attention_heads=2, attention_head_dim=12, text_dim=8, freq_dim=8, ffn_dim=16, in_channels=4, out_channels=4
+        num_layers=2, num_attention_heads=2, attention_head_dim=12, text_dim=8, freq_dim=8, ffn_dim=16, in_channels=4, out_channels=4
     )
 
 
@@ -117,7 +117,7 @@ def qwen_image():
     from diffusers import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
         axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
 
@@ -143,6 +143,41 @@ def bamba():
     return BambaForCausalLM(BambaConfig(
         num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
         attn_layer_indices=[1], **sizes,
+    ))  # fmt: skip
+
+
+def falcon_mamba():
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    return FalconMambaForCausalLM(FalconMambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4))
+
+
+def jamba():
+    from transformers import JambaConfig, JambaForCausalLM
+
+    return JambaForCausalLM(JambaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, vocab_size=64, num_attention_heads=2, num_key_value_heads=1,
+        attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1,
+        mamba_d_state=4, use_mamba_kernels=False,
+    ))  # fmt: skip
+
+
+def falcon_h1():
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    return FalconH1ForCausalLM(FalconH1Config(
+        num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=4,
+    ))  # fmt: skip
+
+
+def zamba2():
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    return Zamba2ForCausalLM(Zamba2Config(
+        num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"], hidden_size=32, intermediate_size=32, vocab_size=64,
+        num_attention_heads=4, num_key_value_heads=4, mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=4, chunk_size=4, num_mem_blocks=1,
+        use_shared_attention_adapter=False, adapter_rank=4,
     ))  # fmt: skip
 
 
@@ -206,6 +241,10 @@ ZOO = {
     "mamba": (mamba, logits, "causal_conv1d"),
     "mamba2": (mamba2, logits, "causal_conv1d"),
     "bamba": (bamba, logits, "causal_conv1d"),
+    "falcon-mamba": (falcon_mamba, logits, "causal_conv1d"),
+    "jamba": (jamba, logits, "causal_conv1d"),
+    "falcon-h1": (falcon_h1, logits, "causal_conv1d"),
+    "zamba2": (zamba2, logits, "causal_conv1d"),
 }  # fmt: skip
 
 # what encoders are called with: one frame and one chunk

@@ -15,8 +15,8 @@ def run(code, **environment):
 
 
 def test_import_takes_less_than_300_ms_beyond_torch(tmp_path):
-    """With compiled bytecode, as pip leaves it: the first import makes it."""
-    code = "import torch, time; before = time.perf_counter(); import turnout; print(time.perf_counter() - before)"
+    """With compiled bytecode, as pip leaves it: the first import makes it. Time of the processor, not of whoever else uses it."""
+    code = "import torch, time; before = time.process_time(); import turnout; print(time.process_time() - before)"
     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     run(code, **kept)
     assert statistics.median(float(run(code, **kept)) for _ in range(3)) < 0.3

@@ -6,12 +6,12 @@ import collections
 import contextlib
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
-from turnout.models import diffusers, layers, patch, transformers
+from turnout.models import bare, diffusers, layers, patch, transformers
+from turnout.models.report import Entry, Report, weights_of
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
 
@@ -19,45 +19,14 @@ KNOWN: dict[str, type[patch.Adapter]] = {**diffusers.ADAPTERS, **transformers.AD
 MODELS: set[str] = diffusers.MODELS | transformers.MODELS
 
 
-class Entry(NamedTuple):
-    """One instance: where it is in the model, its class, the adapter it got (None: none), and why not."""
-
-    path: str
-    name: str
-    adapter: str | None
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass
-class Report:
-    """What `accelerate` patched, what it did not patch, and why."""
-
-    models: dict[str, str] = field(default_factory=dict)  # path to "AutoencoderKLWan: known" or "...: not known, ..."
-    entries: list[Entry] = field(default_factory=list)
-
-    @property
-    def patched(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.adapter is not None]
-
-    @property
-    def refused(self) -> list[Entry]:
-        return [entry for entry in self.entries if entry.adapter is None]
-
-    def __str__(self) -> str:
-        lines = [f"{path or 'model'}: {said}" for path, said in self.models.items()]
-        taken = collections.Counter((entry.name, entry.adapter) for entry in self.patched)
-        lines += [f"  {count:4d} x {name}: {adapter}" for (name, adapter), count in taken.items()]
-        missed = collections.Counter((entry.name, entry.reasons) for entry in self.refused)
-        lines += [f"  {count:4d} x {name}: not patched, {'; '.join(reasons)}" for (name, reasons), count in missed.items()]
-        return "\n".join(lines) if self.patched else "\n".join([*lines, "  nothing was patched"])
-
-
 def accelerate(model: Any, *, numerics: str | None = None) -> Report:
     """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's routes.
 
     model: a module of diffusers or transformers, a diffusers pipeline, or any `nn.Module`. Models that are known run in channels-last from
     the first convolution to the last, their weights included, with norm, activation, bias and residual fused; of others the single layers
-    are routed.
+    are routed. Models inside `torch.compile`, DDP, FSDP or peft are found there.
+    Whatever is done to a part of the model, before or after (hooks, offloading, casting, LoRA, caches, parametrisations), its results are
+    those of the stock model: such a part runs the stock code.
     `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call. Returns a report;
     warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
 
@@ -66,8 +35,8 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
     >>> report = turnout.accelerate(model)
     >>> print(report)
     model: Sequential is not known: its single layers are routed
-         1 x Conv2d: turnout.conv2d
-         1 x GroupNorm: turnout.group_norm_silu
+      routed        1 x Conv2d: turnout.conv2d
+      routed        1 x GroupNorm: turnout.group_norm_silu
     >>> turnout.restore(model)
     2
     """
@@ -75,23 +44,71 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
         check_level(numerics)
     restore(model)
     report = Report()
-    for path, part in _parts(model):
-        name = type(part).__name__
-        report.models[path] = f"{name} is known" if _key(part, MODELS) else f"{name} is not known: its single layers are routed"
-        covered: tuple[str, ...] = ()
-        channels_last: tuple[str, ...] = ()
-        for inner, instance in _instances(part):
-            relay = inner.startswith(channels_last) and patch.can_relay(instance)
-            adapters = [] if inner.startswith(covered) else _adapters(instance)
-            adapters += [patch.ChannelsLast] if relay else []
-            entry = _patch(instance, ".".join(filter(None, (path, inner))), numerics, adapters, relay=relay)
-            report.entries += [entry] if entry is not None else []
-            made = patch.patched(instance)
-            covered += (f"{inner}.",) if made is not None and made.adapter.covers else ()
-            channels_last += (f"{inner}.",) if made is not None and made.adapter.channels_last else ()
+    try:
+        for path, part in _parts(model):
+            _accelerate_part(path, part, numerics, report)
+    except BaseException:
+        restore(model)
+        raise
+    if not isinstance(model, nn.Module):
+        report.notes += [f"{name} is None" for name, part in model.components.items() if part is None]
     if not report.patched:
         warnings.warn(f"turnout.accelerate patched nothing\n{report}", TurnoutWarning, stacklevel=2)
     return report
+
+
+def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: Report) -> None:
+    """Patch the instances of one model, and report what became of each."""
+    within: dict[int, str] = {}  # modules that a fused part reads past, and the path of that part
+    channels_last: tuple[str, ...] = ()
+    entries, touched = [], set()
+    for inner, instance in _instances(part):
+        relay = inner.startswith(channels_last) and patch.can_relay(instance)
+        adapters = _adapters(instance) + ([patch.ChannelsLast] if relay else [])
+        entry = _patch(instance, ".".join(filter(None, (path, inner))), numerics, adapters, relay=relay)
+        if entry is None:
+            continue
+        touched.add(id(instance))
+        entries.append(entry._replace(within=within.get(id(instance), "")))
+        made = patch.patched(instance)
+        if made is not None and made.adapter.channels_last:
+            channels_last += (f"{inner}.",)
+        if made is not None and made.adapter.inside is not None and isinstance(instance, nn.Module):
+            within |= {id(each): within.get(id(each)) or entry.path or "model" for each in bare.read_past(instance, made.adapter.inside)}
+    report.entries += entries
+    report.models[path] = _verdict(part, entries)
+    report.notes += [f"{path}: {note}" if path else note for note in weights_of(part)]
+    untouched = collections.Counter(report.untouched)
+    untouched.update(type(m).__name__ for m in part.modules() if m._parameters and id(m) not in touched and id(m) not in within)
+    report.untouched = dict(untouched.most_common())
+
+
+def _verdict(part: nn.Module, entries: list[Entry]) -> str:
+    inner = _unwrapped(part)
+    name = type(inner).__name__
+    if _key(inner, MODELS):
+        return f"{name} is known"
+    fused = sum(entry.fused and entry.adapter is not None for entry in entries)
+    if fused:
+        parts = "1 part of it is" if fused == 1 else f"{fused} parts of it are"
+        return f"{name} is partly known: {parts} fused, single layers of the rest are routed"
+    return f"{name} is not known: its single layers are routed"
+
+
+def _unwrapped(model: Any) -> nn.Module:
+    """The model inside torch.compile, DDP, FSDP and peft."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif type(model).__name__ in _WRAPPERS and isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        else:
+            return model
+
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def restore(model: Any) -> int:
@@ -169,13 +186,27 @@ def _patch(instance: object, path: str, numerics: str | None, adapters: list[typ
     name = type(instance).__name__
     reasons: list[str] = []
     for adapter in adapters:
-        said = list(adapter.refuses(instance))
+        said = []
+        if isinstance(instance, nn.Module) and adapter.inside is not None:
+            said += bare.strangers(instance, adapter.inside)
+        said = said or list(adapter.refuses(instance))
         if numerics == "exact" and not adapter.exact:
             said.append("numerics exact, this adapter computes in another order")
-        if isinstance(instance, nn.Module) and "forward" in vars(instance) and "forward" in dir(adapter):
-            said.append("forward was replaced on this instance, accelerate needs to come before offloading hooks")
+        if isinstance(instance, nn.Module):
+            said += _taken(instance, adapter)
         if not said:
             patch.apply(instance, adapter, numerics, relay=relay)
-            return Entry(path, name, (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."))
+            return Entry(path, name, (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."), fused=adapter in _FUSED)
         reasons += said
     return Entry(path, name, None, tuple(dict.fromkeys(reasons))) if reasons else None
+
+
+_FUSED = set(KNOWN.values())
+
+
+def _taken(instance: nn.Module, adapter: type[patch.Adapter]) -> Iterator[str]:
+    """Why an instance whose methods are another's already is left as it is."""
+    if "forward" in vars(instance) and "forward" in dir(adapter):
+        yield "its forward was replaced, as offloading, casting and caches do; accelerate before them to have it patched"
+    if "parametrizations" in instance._modules:
+        yield "its weights are parametrised; accelerate before that to have it patched"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside, bare_layer
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
 from turnout.routing import settings
@@ -24,13 +25,8 @@ def direct(x: Tensor, *layers: Any) -> bool:
     return (
         may_write(x, *(layer.weight for layer in layers))
         and not torch.is_autocast_enabled(x.device.type)
-        and all(type(layer) is nn.Linear and layer.bias is not None and _bare(layer, x.dtype) for layer in layers)
+        and all(bare_layer(layer, nn.Linear, x) and layer.bias is not None for layer in layers)
     )
-
-
-def _bare(layer: nn.Linear, dtype: torch.dtype) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return not hooked and type(layer.weight) in (Tensor, nn.Parameter) and layer.weight.dtype == dtype
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
@@ -82,6 +78,8 @@ def _needs_bare_norm(*norms: Any) -> Iterable[str]:
 class AdaLayerNormZero(Adapter):
     """layer norm, scale and shift in one pass"""
 
+    inside = Inside(reads=(nn.LayerNorm,), calls=("emb", "linear", "silu"))
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from _needs_bare_norm(instance.norm)
@@ -99,6 +97,8 @@ class AdaLayerNormZero(Adapter):
 class AdaLayerNormZeroSingle(Adapter):
     """layer norm, scale and shift in one pass"""
 
+    inside = Inside(reads=(nn.LayerNorm,), calls=("linear", "silu"))
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from _needs_bare_norm(instance.norm)
@@ -110,6 +110,8 @@ class AdaLayerNormZeroSingle(Adapter):
 
 class AdaLayerNormContinuous(Adapter):
     """layer norm, scale and shift in one pass"""
+
+    inside = Inside(reads=(nn.LayerNorm,), calls=("linear", "silu"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -163,6 +165,8 @@ class FluxPosEmbed(Adapter):
 class FluxBlock(Adapter):
     """residual, gate, norm, scale and shift in one pass"""
 
+    inside = Inside(reads=(nn.LayerNorm,), calls=("norm1", "norm1_context", "attn", "ff", "ff_context"))
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from _needs_bare_norm(instance.norm2, instance.norm2_context)
@@ -185,6 +189,8 @@ class FluxBlock(Adapter):
 
 class FluxSingleBlock(Adapter):
     """residual and gate in one pass, GELU in the product's epilogue"""
+
+    inside = Inside(reads=(nn.GELU,), calls=("norm", "attn", "proj_mlp", "proj_out"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -209,6 +215,8 @@ class FluxSingleBlock(Adapter):
 
 class QwenImageBlock(Adapter):
     """residual, gate, norm, scale and shift in one pass"""
+
+    inside = Inside(reads=(nn.LayerNorm,), calls=("img_mod", "txt_mod", "attn", "img_mlp", "txt_mlp"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -239,6 +247,8 @@ class QwenImageBlock(Adapter):
 
 class WanBlock(Adapter):
     """residual, gate, norm, scale and shift in one pass"""
+
+    inside = Inside(reads=("FP32LayerNorm", nn.LayerNorm, nn.Identity), calls=("attn1", "attn2", "ffn"), any_dtype=True)
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

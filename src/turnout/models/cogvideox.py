@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import as_video, channels_last, may_write, per_frame
+
+
+_CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
 
 
 def _convolved(module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -27,7 +31,7 @@ def _convolved(module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | 
 class CausalConv(Adapter):
     """cache beside the input of the convolution"""
 
-    covers = True
+    inside = Inside(reads=_CONVS)
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -41,7 +45,7 @@ class CausalConv(Adapter):
 class SpatialNorm(Adapter):
     """scale and shift computed where the latents are, and repeated, not the other way round"""
 
-    covers = True
+    inside = Inside(reads=(*_CONVS, nn.GroupNorm))
 
     def forward(self: Any, f: Tensor, zq: Tensor, conv_cache: dict | None = None) -> tuple[Tensor, dict]:
         return _scaled(self, f, zq, silu=False), {"conv_y": None, "conv_b": None}
@@ -80,6 +84,8 @@ def _scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, *, silu: bool) -> 
 class ResnetBlock(Adapter):
     """norm with SiLU; cache, bias and residual in the convolution"""
 
+    inside = Inside(reads=(*_CONVS, "CogVideoXSpatialNorm3D", nn.GroupNorm, nn.SiLU, nn.Dropout), calls=("temb_proj", "conv_shortcut"))
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from CausalConv.refuses(instance.conv1)
@@ -112,7 +118,7 @@ def _normed(norm: Any, x: Tensor, zq: Tensor | None) -> Tensor:
 class Upsample(Adapter):
     """upsampling folded into its convolution, frames repeated behind it"""
 
-    covers = True
+    inside = Inside(reads=(nn.Conv2d,))
 
     def forward(self: Any, inputs: Tensor) -> Tensor:
         y = as_video(turnout.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1), inputs.shape[0])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside
 from turnout.models.blocks import joined_products
 from turnout.models.layers import routed_attention
 from turnout.models.patch import Adapter
@@ -66,8 +67,14 @@ _IMAGE = ("to_q", "to_k", "to_v"), "to_qkv"
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), "to_added_qkv"
 
 
+# Everything inside an attention is called, but for the norms of q and k, and products that `joined_products` asks about itself.
+_NORMS_ONLY = Inside(reads=(nn.RMSNorm, "RMSNorm"), calls=("to_*", "add_*"), any_dtype=True)
+
+
 class FluxProcessor(Adapter):
     """norm, rotation and joining of q and k in one pass"""
+
+    inside = _NORMS_ONLY
 
     def __call__(
         self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
@@ -98,6 +105,8 @@ class FluxProcessor(Adapter):
 class QwenImageProcessor(Adapter):
     """norm, rotation and joining of q and k in one pass"""
 
+    inside = _NORMS_ONLY
+
     def __call__(
         self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         encoder_hidden_states_mask: Tensor | None = None, attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
@@ -127,6 +136,8 @@ class QwenImageProcessor(Adapter):
 
 class WanProcessor(Adapter):
     """norm over all heads and rotation of q and k in one pass"""
+
+    inside = _NORMS_ONLY
 
     def __call__(
         self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,

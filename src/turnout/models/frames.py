@@ -33,6 +33,7 @@ used there.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +61,11 @@ class Kept(list):
     It belongs to one stream. `one_by_one` says whether its large frames go so, which is decided by the first latent: the caches of the two
     ways are not the same. For the same reason `blocks`, those that may have a ring, stay the same. `arranged`
     holds weights in another order, until the next call of the stream. rings: False where none is to be used.
+    It is made of its entries, as every list is: hooks that move what a module is given to a device make lists anew.
     """
 
-    def __init__(self, entries: int, *, rings: bool = True):
-        super().__init__([None] * entries)
+    def __init__(self, entries: Iterable[Any] = (), *, rings: bool = True):
+        super().__init__(entries)
         self.may_have_rings = rings
         self.one_by_one: bool | None = None
         self.blocks: list[Any] | None = None
@@ -72,8 +74,7 @@ class Kept(list):
 
     def fork(self) -> Kept:
         """The same entries in another list, without rings: steps replace entries, and write to none."""
-        other = Kept(0, rings=self.may_have_rings)
-        other.extend(self)
+        other = Kept(self, rings=self.may_have_rings)
         other.one_by_one, other.blocks = self.one_by_one, self.blocks
         return other
 

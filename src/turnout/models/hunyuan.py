@@ -10,8 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, Fill, bordered
+
+
+_CONV = "HunyuanVideoCausalConv3d"
 
 
 def _norm(norm: nn.GroupNorm, x: Tensor, out: Tensor | None = None, *, silu: bool = True) -> Tensor:
@@ -29,7 +33,7 @@ def _convolved(module: Any, x: Tensor, fill: Fill | None = None, residual: Tenso
 class CausalConv(Adapter):
     """edges repeated in the buffer that is convolved"""
 
-    covers = True
+    inside = Inside(reads=(nn.Conv3d,))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -42,6 +46,8 @@ class CausalConv(Adapter):
 
 class ResnetBlock(Adapter):
     """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
+
+    inside = Inside(reads=(_CONV, nn.Conv3d, nn.GroupNorm, nn.SiLU, nn.Dropout), calls=("conv_shortcut",))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -77,6 +83,8 @@ def _repeated(x: Tensor, in_time: int, in_height: int, in_width: int) -> Tensor:
 class MidBlock(Adapter):
     """attention frame by frame over the frames before, without a mask"""
 
+    inside = Inside(reads=("Attention", nn.GroupNorm), calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out"))))
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         for attn in instance.attentions:
@@ -108,6 +116,7 @@ class Coder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
+    inside = Inside(reads=(_CONV, nn.Conv3d, nn.GroupNorm, nn.SiLU), calls=("mid_block", "up_blocks", "down_blocks"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import turnout
 from turnout.models.layers import routed_attention
+from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 
 
@@ -25,7 +26,7 @@ def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
 class ResnetBlock(Adapter):
     """norm with SiLU, bias and residual in the convolution"""
 
-    covers = True
+    inside = Inside(reads=(nn.GroupNorm, nn.Conv2d, nn.SiLU, nn.Dropout), calls=("time_emb_proj",))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -52,7 +53,7 @@ class ResnetBlock(Adapter):
 class Upsample(Adapter):
     """upsampling folded into its convolution"""
 
-    covers = True
+    inside = Inside(reads=(nn.Conv2d,))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -76,6 +77,7 @@ class Coder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
+    inside = Inside(reads=(nn.Conv2d, nn.GroupNorm, nn.SiLU), calls=("mid_block", "up_blocks", "down_blocks"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -112,6 +114,8 @@ class Encoder(Coder):
 
 class AttentionProcessor(Adapter):
     """attention of the middle block without layout flips"""
+
+    inside = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
 
     def __call__(
         self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,

@@ -50,6 +50,8 @@ class GroupNorm(Adapter):
             yield "no weight, this adapter needs one"
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        if self.weight.dtype is not input.dtype:  # torch takes some of these, and says why it does not take others
+            return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
         return turnout.group_norm_silu(input, self.num_groups, self.weight, self.bias, eps=self.eps, silu=False)
 
 

@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, bordered, channels_last
+
+
+_CONVS, _NORMS = ("LTXVideoCausalConv3d", "LTX2VideoCausalConv3d"), ("RMSNorm", "PerChannelRMSNorm")
 
 
 def _norm(norm: Any, x: Tensor, out: Tensor | None, *, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
@@ -41,7 +45,7 @@ def _convolved(module: Any, x: Tensor, causal: bool | None, *, norm: Any = None,
 class CausalConv(Adapter):
     """frames repeated in the buffer that is convolved"""
 
-    covers = True
+    inside = Inside(reads=(nn.Conv3d,))
 
     def forward(self: Any, hidden_states: Tensor, causal: bool | None = None) -> Tensor:
         return _convolved(self, hidden_states, causal)
@@ -49,6 +53,8 @@ class CausalConv(Adapter):
 
 class ResnetBlock(Adapter):
     """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
+
+    inside = Inside(reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU, nn.Dropout), calls=("norm3", "conv_shortcut"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -94,6 +100,7 @@ class Decoder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
+    inside = Inside(reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU), calls=("mid_block", "up_blocks", "time_embedder"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

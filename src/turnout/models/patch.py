@@ -1,23 +1,31 @@
-"""One instance takes another track: its class becomes a subclass of itself, and back.
+"""One instance takes another route: its class becomes a subclass of itself, and back.
 
 Nothing else of the instance changes, so `state_dict`, `__dict__`, hooks and devices are what they were, `isinstance` still holds, and
 undoing it is assigning the old class. No class or module is ever written to: other instances do not notice. The one exception is where
 the weight of a convolution lies in memory: channels-last while its model runs so, for else every call would have to copy it.
+
+The bare-child rule
+-------------------
+An adapter is fast because it reads the weights of the modules inside instead of calling them. It may do so only where that cannot be
+noticed: where each of them is *bare* (`bare.py`). That is asked at every call, of every adapter, here. Where one is not, the stock method
+runs, which calls them all. So whatever a user does to a part of a model, its results are those of the stock model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
-import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from turnout.models.bare import Inside, is_bare
 from turnout.routing import settings
 
 
@@ -35,13 +43,14 @@ class Adapter:
     """The methods of an adapter stand before those of the class it is put in front of; `super()` is the stock behaviour.
 
     `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every bit of the stock output as
-    long as the ops it calls do; `covers` that it reads the weights of the modules inside, which then need no patch of their own;
-    `channels_last` that all convolutions inside see their input so, and are to have their weights so too.
+    long as the ops it calls do; `channels_last` that all convolutions inside see their input so, and are to have their weights so too.
+    `inside` says which modules inside the adapter calls and which it reads past (None: it has nothing to do with modules inside). Its
+    methods run only while the latter are bare, else those of the stock class do.
     """
 
     exact = False
-    covers = False
     channels_last = False
+    inside: Inside | None = None
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -56,7 +65,7 @@ def needs_silu(activation: nn.Module) -> Iterable[str]:
 
 def patched(instance: object) -> Patch | None:
     """How an instance was patched; None for a stock one."""
-    return type(instance).__dict__.get("_turnout_patch")
+    return getattr(type(instance), "_turnout_patch", None)
 
 
 def apply(instance: Any, adapter: type, numerics: str | None, *, relay: bool = False) -> None:
@@ -72,10 +81,20 @@ def undo(instance: Any) -> bool:
     patch = patched(instance)
     if patch is None:
         return False
-    if patch.relaid:
+    if patch.relaid and isinstance(instance.weight, Tensor):
         instance.weight.data = instance.weight.data.contiguous()
-    instance.__class__ = patch.base
+    instance.__class__ = _without(type(instance))
     return True
+
+
+def _without(cls: type) -> type:
+    """A class without the adapter in it. What has come in front of it since (FSDP, a parametrisation) stays."""
+    if "_turnout_patch" in vars(cls):
+        return cls._turnout_patch.base  # pyright: ignore[reportAttributeAccessIssue]
+    if not hasattr(cls, "_turnout_patch"):
+        return cls
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(map(_without, cls.__bases__)), body)
 
 
 class ChannelsLast(Adapter):
@@ -86,17 +105,18 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def can_relay(instance: object) -> bool:
-    """Whether an instance is a convolution whose weight is a plain tensor that lies in another order than channels-last, and kernels for
-    its device and dtype like that one."""
-    if not isinstance(instance, nn.Conv2d | nn.Conv3d) or "weight" not in instance._parameters:
+    """Whether an instance is a convolution whose weight is a plain tensor in memory of its own that lies in another order than
+    channels-last, and kernels for its device and dtype like that one."""
+    if not isinstance(instance, nn.Conv2d | nn.Conv3d) or "weight" not in instance._parameters or "forward" in vars(instance):
         return False
     weight = instance.weight.data
-    plain = type(weight) is torch.Tensor and weight.device.type != "meta" and not weight.is_inference()
-    liked = likes_channels_last(weight)
-    return plain and liked and weight.is_contiguous() and not weight.is_contiguous(memory_format=_LAST[weight.dim()])
+    plain = type(weight) is Tensor and weight.device.type != "meta" and not weight.is_inference()
+    if not plain or not likes_channels_last(weight) or weight.untyped_storage().nbytes() != weight.nbytes:  # a part of FSDP's memory
+        return False
+    return weight.is_contiguous() and not weight.is_contiguous(memory_format=_LAST[weight.dim()])
 
 
-def likes_channels_last(x: torch.Tensor) -> bool:
+def likes_channels_last(x: Tensor) -> bool:
     """oneDNN's float32 kernels are no faster with channels last (a small Wan decode on a CPU: 1.0x of stock, 1.3x as it comes)."""
     return x.device.type != "cpu" or x.dtype is not torch.float32
 
@@ -113,18 +133,23 @@ def _in_front(base: type, adapter: type, numerics: str | None, relaid: bool = Fa
     return cls
 
 
-def _make_in_front(base: type, adapter: type, numerics: str | None, relaid: bool) -> type:
+def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, relaid: bool) -> type:
     body: dict[str, Any] = {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
         "__reduce_ex__": _reduce, "_turnout_patch": Patch(base, adapter, numerics, relaid),
     }  # fmt: skip
     for name, method in _methods(adapter):
-        kinds = {parameter.kind for parameter in inspect.signature(method).parameters.values()}
-        if inspect.Parameter.VAR_POSITIONAL in kinds and hasattr(base, name):
-            body[name] = method = _seen_as(getattr(base, name), method)
+        stock = getattr(base, name, None)
+        if stock is None:
+            continue
         if numerics is not None:
-            body[name] = _held_to(numerics, method)
-    return type(base.__name__, (adapter, base), body)
+            method = _held_to(numerics, method)
+        if adapter.inside is not None:
+            method = _where_bare(adapter.inside, method, stock, of_argument=not issubclass(base, nn.Module))
+        body[name] = _seen_as(stock, method)
+    cls = type(base.__name__, (adapter, base), body)
+    _show_to_caches(base, cls)
+    return cls
 
 
 def _methods(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
@@ -133,21 +158,46 @@ def _methods(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
             yield from ((name, value) for name, value in vars(owner).items() if inspect.isfunction(value))
 
 
+def _where_bare(inside: Inside, method: Callable[..., Any], stock: Callable[..., Any], *, of_argument: bool) -> Callable[..., Any]:
+    """The method while all modules that it reads past are bare, else the stock one. Attention processors are given the module."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        root = self if not of_argument else args[0] if args else kwargs["attn"]
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor):
+                if is_bare(root, inside, x.dtype, x.device):
+                    break
+                return stock(self, *args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return run
+
+
 def _seen_as(stock: Any, method: Any) -> Any:
-    """A method that passes on whatever it is given, with the stock signature: diffusers looks there for what a processor takes."""
-    seen = types.FunctionType(method.__code__, method.__globals__, method.__name__, method.__defaults__, method.__closure__)
-    seen.__kwdefaults__, seen.__doc__ = method.__kwdefaults__, method.__doc__
+    """A method with the stock signature: diffusers looks there for what a block or a processor takes."""
+    seen = types.FunctionType(method.__code__, method.__globals__, stock.__name__, method.__defaults__, method.__closure__)
+    seen.__kwdefaults__, seen.__doc__ = method.__kwdefaults__, stock.__doc__
     seen.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
     return seen
 
 
 def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         with settings.numerics(level):
             return method(*args, **kwargs)
 
     return run
+
+
+def _show_to_caches(base: type, cls: type) -> None:
+    """diffusers keeps what its caches need to know of a block or a processor by class: a patched one is known as its own class is."""
+    if "diffusers" not in sys.modules or not base.__module__.startswith("diffusers."):
+        return
+    from diffusers.hooks import _helpers as helpers
+
+    for registry in (helpers.TransformerBlockRegistry, helpers.AttentionProcessorRegistry):
+        with contextlib.suppress(ValueError):  # it is not there
+            registry._registry[cls] = registry.get(base)
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

@@ -20,10 +20,12 @@ from torch import Tensor, nn
 import turnout
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
 from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
+from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
+_CONVS, _NORMS = ("WanCausalConv3d", "QwenImageCausalConv3d"), ("WanRMS_norm", "QwenImageRMS_norm")
 START = "Rep"  # the stock model's mark: the first frame has passed, the next ones are doubled in time
 
 
@@ -52,7 +54,6 @@ class CausalConv(Adapter):
     """cache, input and padding written once"""
 
     exact = True
-    covers = True
 
     def forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         wide, _, high, _, before, _ = self._padding
@@ -91,7 +92,7 @@ def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...
 class ResidualBlock(Adapter):
     """norm with SiLU; cache, bias and residual in the convolution"""
 
-    covers = True
+    inside = Inside(reads=(*_CONVS, *_NORMS, nn.SiLU, nn.Dropout, nn.Identity))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -121,7 +122,7 @@ class ResidualBlock(Adapter):
 class AttentionBlock(Adapter):
     """one head as wide as the block, no layout flips"""
 
-    covers = True
+    inside = Inside(reads=(*_NORMS, nn.Conv2d))
 
     def forward(self: Any, x: Tensor) -> Tensor:
         batch, _, _, height, width = x.shape
@@ -138,7 +139,7 @@ class AttentionBlock(Adapter):
 class Resample(Adapter):
     """upsampling folded into its convolution"""
 
-    covers = True
+    inside = Inside(reads=(*_CONVS, "WanUpsample", "QwenImageUpsample", nn.Conv2d, nn.ZeroPad2d, nn.Identity))
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         if self.mode in ("upsample2d", "upsample3d"):
@@ -150,7 +151,7 @@ class Resample(Adapter):
             x = self._halved_in_time(x, feat_cache, feat_idx)
         return x
 
-    def doubled_in_space(self: Any, x: Tensor, *unused: Any) -> Tensor:
+    def doubled_in_space(self: Any, x: Tensor, **unused: Any) -> Tensor:
         conv = self.resample[1]
         return as_video(turnout.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0])
 
@@ -180,6 +181,8 @@ class Resample(Adapter):
 
 class ResidualUpBlock(Adapter):
     """the shortcut is added where it lands, never built"""
+
+    inside = Inside(reads=("DupUp3D",), calls=("resnets", "upsampler"))
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], first_chunk: bool = False) -> Tensor:  # noqa: B006
         y = x
@@ -222,6 +225,7 @@ class Decoder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
+    inside = Inside(reads=(*_CONVS, *_NORMS, nn.SiLU), calls=("mid_block", "up_blocks"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -229,22 +233,22 @@ class Decoder(Adapter):
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], **first: bool) -> Tensor:  # noqa: B006
         x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
-        x = self.mid_block(x, feat_cache, feat_idx)
-        return self._up(list(self._stages(first)), x, feat_cache, feat_idx)
+        x = self.mid_block(x, feat_cache=feat_cache, feat_idx=feat_idx)
+        return self._up(list(self._stages(first, x)), x, feat_cache, feat_idx)
 
-    def _stages(self: Any, first: dict[str, bool]) -> Iterator[Stage]:
+    def _stages(self: Any, first: dict[str, bool], x: Tensor) -> Iterator[Stage]:
         """What stands between the middle block and the head. The parts of a block are called one by one: a call of the whole block would
         keep its input alive to the end."""
         blocks = list(self.up_blocks)
         for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
-            if not _in_parts(block):
+            if not _in_parts(block, x):
                 yield Stage(functools.partial(block, **first))
                 continue
             for resnet in block.resnets:
-                yield Stage(resnet, block if _fits_ring(block) else None)
+                yield Stage(resnet, block if _fits_ring(block, x) else None)
             for resample in block.upsamplers or ():
                 yield Stage(resample.doubled_in_time)
-                yield Stage(resample.doubled_in_space, behind if _fits_ring(behind) else None, grows=4)
+                yield Stage(resample.doubled_in_space, behind if _fits_ring(behind, x) else None, grows=4)
 
     def _up(self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
         """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
@@ -266,7 +270,8 @@ class Decoder(Adapter):
                     # those that wait do so in memory of their own: a view would keep all of x
                     waiting += [(i, feat_idx[0], piece.clone() if may_write(piece) else piece) for piece in reversed(later)]
                     del later
-                x = run(x, rings.ring(block, x) if rings is not None and alone and grows == 1 else feat_cache, feat_idx)
+                kept = rings.ring(block, x) if rings is not None and alone and grows == 1 else feat_cache
+                x = run(x, feat_cache=kept, feat_idx=feat_idx)  # by name, as stock: hooks of offloading copy lists that have none
             x = _norm(self.norm_out, x)  # what it was made of is free before the convolution needs memory
             if rings is not None and alone:
                 slot = feat_idx[0]
@@ -278,32 +283,41 @@ class Decoder(Adapter):
 
 
 class Stage(NamedTuple):
-    """A part of a decoder, `run(x, feat_cache, feat_idx)`; the block for whose frames there may be a ring, the one behind where the part
+    """A part of a decoder, `run(x, feat_cache=, feat_idx=)`; the block for whose frames there may be a ring, the one behind where the part
     changes their size; how many times more pixels come out than go in."""
 
-    run: Callable[[Tensor, Any, list[int]], Tensor]
+    run: Callable[..., Tensor]
     block: Any = None
     grows: int = 1
 
 
-def _in_parts(block: Any) -> bool:
-    """Whether the parts of a block may be called one by one: nothing is added behind them, nobody looks on."""
-    return not (hasattr(block, "avg_shortcut") or block._forward_hooks or block._forward_pre_hooks)
+def _in_parts(block: Any, x: Tensor) -> bool:
+    """Whether the parts of a block may be called one by one: nothing is added behind them, nobody looks on, and upsampling may be split."""
+    if hasattr(block, "avg_shortcut") or hooked(block):
+        return False
+    return all(_ours(resample, Resample, x) for resample in block.upsamplers or ())
 
 
-def _fits_ring(block: Any) -> bool:
+def _ours(part: Any, adapter: type[Adapter], x: Tensor) -> bool:
+    """Whether a part runs this adapter's code, and nobody looks on."""
+    inside = adapter.inside
+    return isinstance(part, adapter) and not hooked(part) and (inside is None or is_bare(part, inside, x.dtype, x.device))
+
+
+def _fits_ring(block: Any, x: Tensor) -> bool:
     """Whether all frames that a block keeps are of one size, and all its parts know how to keep them in a ring."""
-    if block is None or not _in_parts(block):
+    if block is None or not _in_parts(block, x) or not all(_ours(resnet, ResidualBlock, x) for resnet in block.resnets):
         return False
     convolutions = [conv for resnet in block.resnets for conv in (resnet.conv1, resnet.conv2)]
     alike = all(tuple(conv.weight.shape[:3]) == (conv.in_channels, convolutions[0].in_channels, 3) for conv in convolutions)
-    return alike and not block.training and all(isinstance(resnet, ResidualBlock) for resnet in block.resnets)
+    return alike and not block.training
 
 
 class Encoder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
+    inside = Inside(reads=(*_CONVS, *_NORMS, nn.SiLU), calls=("mid_block", "down_blocks"))
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -312,8 +326,8 @@ class Encoder(Adapter):
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
         for layer in self.down_blocks:
-            x = layer(x) if hasattr(layer, "to_qkv") else layer(x, feat_cache, feat_idx)
-        x = self.mid_block(x, feat_cache, feat_idx)
+            x = layer(x) if hasattr(layer, "to_qkv") else layer(x, feat_cache=feat_cache, feat_idx=feat_idx)
+        x = self.mid_block(x, feat_cache=feat_cache, feat_idx=feat_idx)
         return _remembering(self.conv_out, _norm(self.norm_out, x), feat_cache, feat_idx)
 
 
@@ -328,7 +342,7 @@ class Autoencoder(Adapter):
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
-        steps = Steps(self, Kept(self._cached_conv_counts["decoder"]))
+        steps = Steps(self, Kept([None] * self._cached_conv_counts["decoder"]))
         video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
 
@@ -504,7 +518,7 @@ class DecodeStream:
         missing = kept if before.cache is None and kept else ()
         if before.cache is None:
             # a graph needs caches that stay where they are: no rings
-            cache = [None] * entries if self.graph else Kept(entries, rings=kept is not None)
+            cache = [None] * entries if self.graph else Kept([None] * entries, rings=kept is not None)
             steps = Steps(self.vae, cache, watch_layouts=self.graph)
         else:
             cache = before.cache
@@ -554,7 +568,7 @@ class DecodeStream:
     def _decode_traced(self, z: Tensor) -> Tensor:
         """`decode` in a compiled program, which has its own guards, and changes nothing before it ends."""
         before = self._clip
-        cache = Kept(self.vae._cached_conv_counts["decoder"], rings=False)
+        cache = Kept([None] * self.vae._cached_conv_counts["decoder"], rings=False)
         has_rings = isinstance(before.cache, Kept) and before.cache.rings
         if has_rings or (before.begun and before.cache is None):
             raise RuntimeError(

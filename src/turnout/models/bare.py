@@ -1,0 +1,146 @@
+"""The bare-child rule: when may an adapter read the weights of a module, instead of calling it?
+
+Only where that cannot be noticed. A module is *bare* if
+
+- its class is one that the adapter knows, not one that was put in its place (LoRA, quantised layers) or made of it (parametrisations,
+  FSDP),
+- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading, casting and caches work by these),
+- its weights are plain tensors, on the device and in the dtype of the call.
+
+What follows from a module's state is remembered, and looked up again only when that state has changed. To see whether it has takes 1 to 3
+us for the 2 to 8 modules of a block (`benchmarks/bare.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import operator
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+_everything = itertools.chain.from_iterable
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Inside(NamedTuple):
+    """What an adapter does with the modules inside an instance.
+
+    reads: classes of those whose weights it reads, or whose call it leaves out; torch's as they are, others by name.
+    calls: paths of those that it calls as the stock method does, `*` for any part of a path. Whatever is inside them is their own business.
+    any_dtype: the ops take weights of another dtype than that of x, as the stock modules do.
+    """
+
+    reads: tuple[type | str, ...] = ()
+    calls: tuple[str, ...] = ()
+    any_dtype: bool = False
+
+
+@torch.compiler.assume_constant_result  # in a graph that torch.compile makes, as it is when that is traced
+def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype on this device."""
+    if any(_GLOBAL_HOOKS):
+        return False
+    key = id(root), id(inside)
+    watch = _watches.get(key)
+    if watch is None or watch.root() is not root or watch.changed():
+        watch = _watches[key] = _Watch(root, inside, key)
+    return watch.bare and watch.fits(dtype, device)
+
+
+class _Watch:
+    """The state of the modules inside one module, and what followed from it."""
+
+    def __init__(self, root: nn.Module, inside: Inside, key: tuple[int, int]):
+        self.root = weakref.ref(root, lambda _: _watches.pop(key, None))
+        self.inside = inside
+        self.modules = list(read_past(root, inside))
+        self.child_dicts = [m._modules for m in (root, *self.modules) if m._modules]
+        self.children = self._children()
+        self.classes = list(map(type, self.modules))
+        self.dicts = [held for m in self.modules for held in (vars(m), *_hooks(m))]
+        self.lengths = list(map(len, self.dicts))
+        self.parameter_dicts = [m._parameters for m in self.modules if m._parameters]
+        self.parameters = self._parameters()
+        given = [x for x in self.parameters if x is not None]
+        known = all(_known(m, inside.reads) for m in self.modules)
+        self.bare = known and not any(map(hooked, self.modules)) and all(type(x) in _PLAIN for x in given)
+        self.weights = [x for x in given if x.is_floating_point()] if self.bare else []
+
+    def changed(self) -> bool:
+        return (
+            list(map(len, self.dicts)) != self.lengths
+            or list(map(type, self.modules)) != self.classes
+            or not all(map(operator.is_, self._children(), self.children))
+            or not all(map(operator.is_, self._parameters(), self.parameters))
+        )
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether the weights are on the device of a call, and in its dtype. Under autocast ops see to that themselves."""
+        devices, dtypes = set(map(_device, self.weights)), set(map(_dtype, self.weights))
+        if devices - {device}:
+            return False
+        if self.inside.any_dtype or torch.is_autocast_enabled(device.type):
+            return all(kind.itemsize > 1 for kind in dtypes)
+        return not dtypes - {dtype}
+
+    def _children(self) -> list[nn.Module | None]:
+        return list(_everything(map(dict.values, self.child_dicts)))
+
+    def _parameters(self) -> list[Tensor | None]:
+        return list(_everything(map(dict.values, self.parameter_dicts)))
+
+
+_watches: dict[tuple[int, int], _Watch] = {}
+
+
+def read_past(root: nn.Module, inside: Inside) -> Iterator[nn.Module]:
+    """The modules inside that are not called."""
+    for path, module in root.named_modules():
+        parts = path.split(".")
+        above = [".".join(parts[: i + 1]) for i in range(len(parts))]
+        if path and not any(fnmatch.fnmatchcase(each, call) for each in above for call in inside.calls):
+            yield module
+
+
+def strangers(root: nn.Module, inside: Inside) -> Iterator[str]:
+    """The classes inside that an adapter does not know, as a reason to leave `root` alone."""
+    for cls in dict.fromkeys(type(m) for m in read_past(root, inside) if not _known(m, inside.reads)):
+        yield f"a {cls.__module__}.{cls.__qualname__} inside, which this adapter does not know"
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody looks on, or has put a method in the place of `forward`."""
+    return "forward" in vars(module) or any(_hooks(module))
+
+
+def bare_layer(layer: Any, cls: type, x: Tensor) -> bool:
+    """The rule for a single layer with a weight, of exactly this class, that is called with x."""
+    if type(layer) is not cls or hooked(layer) or any(_GLOBAL_HOOKS):
+        return False
+    weight = layer.weight
+    return type(weight) in _PLAIN and weight.dtype is x.dtype and weight.device == x.device
+
+
+def _hooks(module: nn.Module) -> list[dict]:
+    held = vars(module)
+    return [held[kind] for kind in _HOOKS if kind in held]
+
+
+def _known(module: nn.Module, reads: tuple[type | str, ...]) -> bool:
+    """Whether a module is of one of these classes: itself, not a class derived from one, but for what `accelerate` puts in front."""
+    patch: Any = vars(type(module)).get("_turnout_patch")
+    cls = type(module) if patch is None else patch.base
+    return cls in _CONTAINERS or cls in reads or (cls.__module__.startswith(_LIBRARIES) and cls.__qualname__ in reads)
+
+
+_LIBRARIES = ("diffusers.models.", "transformers.models.", "torch.nn.modules.")

@@ -1,0 +1,53 @@
+"""Every known model, everything that users do to one, before `accelerate` and after it: the results are those of the stock model."""
+
+import collections
+
+import pytest
+import torch
+
+import turnout
+from tests.models.things import THINGS
+from tests.models.zoo import ZOO, made
+from turnout.models.accelerate import KNOWN, _instances, _key
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+def done(name, thing, order):
+    """The output of a model to which a thing was done, and how often each hook has run."""
+    model, seen = made(name), []
+    undo = None
+    try:
+        if order == "accelerate first":
+            turnout.accelerate(model)
+        undo = THINGS[thing](model, seen)
+        if order == "accelerate last":
+            turnout.accelerate(model)
+        with torch.no_grad():
+            return ZOO[name][1](model), collections.Counter(seen)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", None
+    finally:
+        if undo is not None:
+            undo()
+
+
+@pytest.mark.parametrize("thing", THINGS)
+@pytest.mark.parametrize("name", ZOO)
+def test_results_are_those_of_stock(name, thing):
+    expected, counts = done(name, thing, "stock")
+    for order in ("accelerate first", "accelerate last"):
+        found, seen = done(name, thing, order)
+        if isinstance(expected, str):
+            assert isinstance(found, str), f"stock cannot: {expected}"
+            continue
+        assert not isinstance(found, str), found
+        assert found.shape == expected.shape
+        scale = expected.nan_to_num().abs().max().item()
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * scale, equal_nan=True, msg=lambda said: f"{order}: {said}")
+        assert seen == counts, order
+
+
+def test_every_adapter_is_in_the_matrix():
+    """A new adapter is tested by being declared, or this fails."""
+    found = {_key(instance, KNOWN) for name in ZOO for _, instance in _instances(made(name))}
+    assert set(KNOWN) - found == set()
