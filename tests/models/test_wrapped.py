@@ -12,8 +12,9 @@ from turnout.models.patch import patched
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VAES = {
-    "wan": (1, 4, 1, 4, 6), "wan22": (1, 6, 1, 2, 4), "qwen-image-vae": (1, 4, 1, 4, 6), "flux-vae": (1, 4, 8, 12), "sdxl-vae": (1, 4, 8, 12),
-    "flux2-vae": (1, 4, 8, 12), "ltx": (1, 4, 2, 3, 4), "ltx2": (1, 4, 2, 3, 4), "hunyuan": (1, 4, 2, 4, 6), "cogvideox": (1, 4, 2, 4, 6),
+    "wan": (1, 4, 1, 4, 6), "wan22": (1, 6, 1, 2, 4), "qwen-image-vae": (1, 4, 1, 4, 6), "flux-vae": (1, 4, 8, 12),
+    "sdxl-vae": (1, 4, 8, 12), "flux2-vae": (1, 4, 8, 12), "ltx": (1, 4, 2, 3, 4), "ltx2": (1, 4, 2, 3, 4),
+    "hunyuan": (1, 4, 2, 4, 6), "cogvideox": (1, 4, 2, 4, 6),
 }  # fmt: skip
 WHOLE = ("flux", "wan-transformer", "qwen-image")
 
@@ -40,7 +41,7 @@ def arguments(name):
         dtype, sample = torch.float32, None
 
         def __call__(self, *args, **named):
-            given.update({"hidden_states": x for x in args}, **named)
+            given.update(named, hidden_states=args[0] if args else named["hidden_states"])
             return self
 
     ZOO[name][1](Model())
@@ -155,7 +156,7 @@ def test_trains_in_several_processes(alone, name, wrap, order):
         wrapped = wrap(model)
         if order == "accelerate last":
             report = turnout.accelerate(wrapped)
-            assert f"{ {'flux': 'FluxTransformer2DModel', 'wan-transformer': 'WanTransformer3DModel'}[name]} is known" in str(report)
+            assert f"{ {'flux': 'FluxTransformer2DModel', 'wan-transformer': 'WanTransformer3DModel'}[name] } is known" in str(report)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2)
         if wrap is not fsdp2:
             wrapped.dtype = torch.float32

@@ -59,7 +59,7 @@ def one_hook(model, seen):
 
 def global_hooks(model, seen):
     paths = {id(module): path for path, module in model.named_modules()}  # transformers makes other modules on the way
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: id(m) in paths and seen.append(paths[id(m)]) or None)
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: (id(m) in paths and seen.append(paths[id(m)])) or None)
     return handle.remove
 
 

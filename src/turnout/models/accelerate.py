@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from turnout.models import bare, diffusers, layers, patch, transformers
+from turnout.models import bare, diffusers, layers, patch, stock, transformers
 from turnout.models.report import Entry, Report, weights_of
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
@@ -181,15 +181,26 @@ def _adapters(instance: object) -> list[type[patch.Adapter]]:
     return ([KNOWN[key]] if key else []) + ([layer] if layer is not None else [])
 
 
+def _refusals(instance: object, adapter: type[patch.Adapter]) -> list[str]:
+    """Every reason against an adapter: others' code in the class, others' modules inside, and the adapter's own."""
+    key = _key(instance, KNOWN)
+    if key is not None and adapter is KNOWN[key]:
+        said = list(stock.unlike_stock(type(instance), key, adapter))
+        if said:
+            return said
+    if isinstance(instance, nn.Module) and adapter.inside is not None:
+        said = list(bare.strangers(instance, adapter.inside))
+        if said:
+            return said
+    return list(adapter.refuses(instance))
+
+
 def _patch(instance: object, path: str, numerics: str | None, adapters: list[type[patch.Adapter]], *, relay: bool) -> Entry | None:
     """Patch one instance by the first of the adapters that does not refuse. None: nothing here is turnout's business."""
     name = type(instance).__name__
     reasons: list[str] = []
     for adapter in adapters:
-        said = []
-        if isinstance(instance, nn.Module) and adapter.inside is not None:
-            said += bare.strangers(instance, adapter.inside)
-        said = said or list(adapter.refuses(instance))
+        said = _refusals(instance, adapter)
         if numerics == "exact" and not adapter.exact:
             said.append("numerics exact, this adapter computes in another order")
         if isinstance(instance, nn.Module):

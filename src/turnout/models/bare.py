@@ -7,8 +7,8 @@ Only where that cannot be noticed. A module is *bare* if
 - nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading, casting and caches work by these),
 - its weights are plain tensors, on the device and in the dtype of the call.
 
-What follows from a module's state is remembered, and looked up again only when that state has changed. To see whether it has takes 1 to 3
-us for the 2 to 8 modules of a block (`benchmarks/bare.py`).
+What follows from a module's state is remembered, and looked up again only when that state has changed. To see whether it has takes 2 to 5
+us of a host's time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Inside(NamedTuple):
     any_dtype: bool = False
 
 
-@torch.compiler.assume_constant_result  # in a graph that torch.compile makes, as it is when that is traced
 def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype on this device."""
     if any(_GLOBAL_HOOKS):
@@ -54,50 +53,52 @@ def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.d
     watch = _watches.get(key)
     if watch is None or watch.root() is not root or watch.changed():
         watch = _watches[key] = _Watch(root, inside, key)
-    return watch.bare and watch.fits(dtype, device)
+    return watch.fits(dtype, device)
+
+
+# In a graph that torch.compile makes, the answer is that of the time it was traced. This is all that
+# torch.compiler.assume_constant_result does, besides importing the compiler.
+is_bare._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 class _Watch:
-    """The state of the modules inside one module, and what followed from it."""
+    """The state of the modules inside one module, and what followed from it. Asked at every call: there is no loop of Python's in it."""
 
     def __init__(self, root: nn.Module, inside: Inside, key: tuple[int, int]):
         self.root = weakref.ref(root, lambda _: _watches.pop(key, None))
-        self.inside = inside
         self.modules = list(read_past(root, inside))
-        self.child_dicts = [m._modules for m in (root, *self.modules) if m._modules]
-        self.children = self._children()
         self.classes = list(map(type, self.modules))
-        self.dicts = [held for m in self.modules for held in (vars(m), *_hooks(m))]
-        self.lengths = list(map(len, self.dicts))
-        self.parameter_dicts = [m._parameters for m in self.modules if m._parameters]
-        self.parameters = self._parameters()
-        given = [x for x in self.parameters if x is not None]
-        known = all(_known(m, inside.reads) for m in self.modules)
-        self.bare = known and not any(map(hooked, self.modules)) and all(type(x) in _PLAIN for x in given)
-        self.weights = [x for x in given if x.is_floating_point()] if self.bare else []
+        self.attributes = list(map(vars, self.modules))
+        self.lengths = list(map(len, self.attributes))
+        self.hooks = [hooks for module in self.modules for hooks in _hooks(module)]
+        self.dicts = [held for m in (root, *self.modules) for held in (m._modules, {} if m is root else m._parameters) if held]
+        self.held = list(_everything(map(dict.values, self.dicts)))
+        parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
+        known = all(_known(m, inside.reads) for m in self.modules) and all(type(x) in _PLAIN for x in parameters)
+        self.bare = known and not any("forward" in held for held in self.attributes)
+        self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
+        self.any_dtype = inside.any_dtype
 
     def changed(self) -> bool:
+        held = list(_everything(map(dict.values, self.dicts)))
         return (
-            list(map(len, self.dicts)) != self.lengths
+            list(map(len, self.attributes)) != self.lengths
             or list(map(type, self.modules)) != self.classes
-            or not all(map(operator.is_, self._children(), self.children))
-            or not all(map(operator.is_, self._parameters(), self.parameters))
+            or len(held) != len(self.held)
+            or not all(map(operator.is_, held, self.held))
         )
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the weights are on the device of a call, and in its dtype. Under autocast ops see to that themselves."""
-        devices, dtypes = set(map(_device, self.weights)), set(map(_dtype, self.weights))
-        if devices - {device}:
+        """Whether nobody looks on, and the weights are on the device of a call and in its dtype. Under autocast ops see to that."""
+        if not self.bare or any(self.hooks):
             return False
-        if self.inside.any_dtype or torch.is_autocast_enabled(device.type):
-            return all(kind.itemsize > 1 for kind in dtypes)
-        return not dtypes - {dtype}
-
-    def _children(self) -> list[nn.Module | None]:
-        return list(_everything(map(dict.values, self.child_dicts)))
-
-    def _parameters(self) -> list[Tensor | None]:
-        return list(_everything(map(dict.values, self.parameter_dicts)))
+        if list(map(_device, self.weights)).count(device) != len(self.weights):
+            return False
+        dtypes = list(map(_dtype, self.weights))
+        if dtypes.count(dtype) == len(dtypes):
+            return True
+        wide = all(kind.itemsize > 1 for kind in dtypes)
+        return wide and (self.any_dtype or torch.is_autocast_enabled(device.type))
 
 
 _watches: dict[tuple[int, int], _Watch] = {}

@@ -14,7 +14,6 @@ from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import as_video, channels_last, may_write, per_frame
 
-
 _CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
 
 

@@ -14,7 +14,6 @@ from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, Fill, bordered
 
-
 _CONV = "HunyuanVideoCausalConv3d"
 
 
@@ -83,7 +82,9 @@ def _repeated(x: Tensor, in_time: int, in_height: int, in_width: int) -> Tensor:
 class MidBlock(Adapter):
     """attention frame by frame over the frames before, without a mask"""
 
-    inside = Inside(reads=("Attention", nn.GroupNorm), calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out"))))
+    inside = Inside(
+        reads=("Attention", nn.GroupNorm), calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out")))
+    )
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
-from turnout.models.layers import routed_attention
 from turnout.models.bare import Inside
+from turnout.models.layers import routed_attention
 from turnout.models.patch import Adapter, needs_silu
 
 

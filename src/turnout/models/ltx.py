@@ -14,7 +14,6 @@ from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, bordered, channels_last
 
-
 _CONVS, _NORMS = ("LTXVideoCausalConv3d", "LTX2VideoCausalConv3d"), ("RMSNorm", "PerChannelRMSNorm")
 
 

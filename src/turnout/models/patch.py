@@ -138,7 +138,7 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
         "__reduce_ex__": _reduce, "_turnout_patch": Patch(base, adapter, numerics, relaid),
     }  # fmt: skip
-    for name, method in _methods(adapter):
+    for name, method in methods_of(adapter):
         stock = getattr(base, name, None)
         if stock is None:
             continue
@@ -152,7 +152,8 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
     return cls
 
 
-def _methods(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+def methods_of(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+    """What an adapter defines, its own helpers too, those of its parents first."""
     for owner in reversed(adapter.__mro__[:-1]):
         if owner is not Adapter:
             yield from ((name, value) for name, value in vars(owner).items() if inspect.isfunction(value))

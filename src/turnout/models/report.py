@@ -98,7 +98,7 @@ def weights_of(part: Any) -> Iterator[str]:
     elif len(devices) > 1:
         yield f"weights on {_listed(devices)}: a part whose weights are not where its input is runs as stock"
     if len(dtypes) > 1:
-        yield f"weights of {_listed(dtypes)}: a part whose weights are not of its input's dtype runs as stock, but where its adapter takes both"
+        yield f"weights of {_listed(dtypes)}: a part whose weights are not of its input's dtype runs as stock, if its adapter needs that"
 
 
 def _listed(counts: collections.Counter[str]) -> str:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import turnout
+from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
 from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
-from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
@@ -300,8 +300,9 @@ def _in_parts(block: Any, x: Tensor) -> bool:
 
 def _ours(part: Any, adapter: type[Adapter], x: Tensor) -> bool:
     """Whether a part runs this adapter's code, and nobody looks on."""
-    inside = adapter.inside
-    return isinstance(part, adapter) and not hooked(part) and (inside is None or is_bare(part, inside, x.dtype, x.device))
+    if adapter not in type(part).__mro__ or hooked(part):
+        return False
+    return adapter.inside is None or is_bare(part, adapter.inside, x.dtype, x.device)
 
 
 def _fits_ring(block: Any, x: Tensor) -> bool:
