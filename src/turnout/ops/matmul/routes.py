@@ -20,6 +20,7 @@ from turnout.ops.dot.contraction import (
     sum_on_cpu,
     sums_on_gpu,
 )
+from turnout.ops.layouts import contiguous_strides
 from turnout.ops.matmul import MATMUL, Matmul
 from turnout.routing.device import Device
 
@@ -49,7 +50,8 @@ def as_dot_cost(problem: Matmul, device: Device) -> float | None:
 @MATMUL.route("as-dot", refuses=needs_one_dot, cost=as_dot_cost, numerics="close", version=1)
 def as_dot(a: Tensor, b: Tensor) -> Tensor:
     sums = MATMUL.problem(a, b).contraction()
-    return torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,))).reshape(sums.output)
+    y = torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,)))
+    return y.as_strided_(sums.output, contiguous_strides(sums.output))
 
 
 @MATMUL.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, MATMUL))
