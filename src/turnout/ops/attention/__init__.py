@@ -91,7 +91,7 @@ def like_queries(out: Tensor, q: Tensor) -> Tensor:
 
 def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int, int]:
     """Those of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
-    _, heads, rows, dim = (max(size, 1) for size in shape)
+    heads, rows, dim = shape[1] or 1, shape[2] or 1, shape[3] or 1
     if heads_inside(q.shape, q.stride()):
         return heads * rows * dim, dim, heads * dim, 1
     return heads * rows * dim, rows * dim, dim, 1

@@ -34,7 +34,7 @@ def dense_strides(shape: Sequence[int], last: bool) -> tuple[int, int, int]:
     >>> dense_strides((2, 3, 4), True), dense_strides((2, 3, 4), False)
     ((12, 1, 3), (12, 4, 1))
     """
-    _, dim, length = (max(size, 1) for size in shape)
+    dim, length = shape[1] or 1, shape[2] or 1
     return (dim * length, 1, dim) if last else (dim * length, length, 1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from turnout.launch import launch, prepare_launch
 from turnout.ops import needs
-from turnout.ops.layouts import array, contiguous_strides
+from turnout.ops.layouts import array
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -239,4 +239,4 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
     totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
     in_shares(functools.partial(sum_chunks, x, y, *steps, sums.length, zero, totals.reshape(-1)), totals.size)
     out = torch.from_numpy(totals.sum(1)).to(a.dtype)  # a copy: the totals are float64, and a is not
-    return out.as_strided_(sums.output, contiguous_strides(sums.output))
+    return out.resize_(sums.output)  # no view, as `reshape` would give

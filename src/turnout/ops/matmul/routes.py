@@ -20,7 +20,6 @@ from turnout.ops.dot.contraction import (
     sum_on_cpu,
     sums_on_gpu,
 )
-from turnout.ops.layouts import contiguous_strides
 from turnout.ops.matmul import MATMUL, Matmul
 from turnout.routing.device import Device
 
@@ -51,7 +50,7 @@ def as_dot_cost(problem: Matmul, device: Device) -> float | None:
 def as_dot(a: Tensor, b: Tensor) -> Tensor:
     sums = MATMUL.problem(a, b).contraction()
     y = torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,)))
-    return y.as_strided_(sums.output, contiguous_strides(sums.output))
+    return y.resize_(sums.output)  # no view, as `reshape` would give
 
 
 @MATMUL.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, MATMUL))
