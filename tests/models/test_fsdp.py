@@ -1,7 +1,5 @@
 """Sharded training: FSDP frees and resizes the storages of parameters between layers, those of routed layers too."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import turnout
+from turnout.ops import numba_cache
 
 ROUTES = {"conv2d": "winograd", "rms_norm_silu": "cpu-planes", "norm_rope": "cpu-rows", "attention": "narrow"}
 
@@ -35,48 +34,62 @@ class Block(nn.Module):
         return x + y.transpose(1, 2).reshape(n, h, w, c).movedim(-1, 1)
 
 
-@pytest.fixture
-def _one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def train(model, blocks, x):
-    """Two steps: the losses, and what the parameters have become."""
-    optimizer = torch.optim.SGD(blocks.parameters(), 0.1)
-    losses = []
+def losses(model, x):
+    """Those of two steps of training."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
     for _ in range(2):
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        found.append(loss.item())
+    return found
 
 
-@pytest.mark.usefixtures("_one_process")
-@pytest.mark.parametrize("version", [1, 2])
-def test_training_with_sharded_parameters_of_routed_layers(version):
+def sharded(blocks, version):
+    cpu = torch.device("cpu")
+    if version == 1:
+        whole = {"device_id": cpu, "use_orig_params": True}
+        return FullyShardedDataParallel(nn.Sequential(*[FullyShardedDataParallel(block, **whole) for block in blocks]), **whole)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(blocks, mesh=mesh)
+
+
+def train(rank, processes, store, expected):
+    """One process of several, all with the same data: what they learn is what one would."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, processes), rank=rank, world_size=processes)
+    try:
+        for version in (1, 2):
+            blocks, x = made()
+            with turnout.pin(**ROUTES):
+                with torch.no_grad():
+                    blocks(x)  # as a user who looks at a sample before training
+                assert all(p.untyped_storage().resizable() for p in blocks.parameters())
+                torch.testing.assert_close(losses(sharded(blocks, version), x), expected, rtol=1e-5, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
+def made():
     torch.manual_seed(0)
     x = torch.randn(2, 8, 6, 6)
-    blocks = nn.Sequential(Block(8), Block(8))
-    stock = copy.deepcopy(blocks)
+    return nn.Sequential(Block(8), Block(8)), x
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_with_sharded_parameters_of_routed_layers(processes, tmp_path, monkeypatch):
+    """FSDP 1 and 2. One process shards nothing; two do, and free what they have gathered after each layer."""
     with turnout.pin(**dict.fromkeys(ROUTES, "reference")):
-        expected = train(stock, stock, x)
-    with turnout.pin(**ROUTES):
-        with torch.no_grad():
-            blocks(x)  # as a user who looks at a sample before training
-        assert all(p.untyped_storage().resizable() for p in blocks.parameters())
-        if version == 1:
-            cpu = torch.device("cpu")
-            blocks = nn.Sequential(*[FullyShardedDataParallel(b, device_id=cpu, use_orig_params=True) for b in blocks])
-            model = FullyShardedDataParallel(blocks, device_id=cpu, use_orig_params=True)
-        else:
-            mesh = init_device_mesh("cpu", (1,))
-            for block in blocks:
-                fully_shard(block, mesh=mesh)
-            model = fully_shard(blocks, mesh=mesh)
-        found = train(model, model, x)
-    torch.testing.assert_close(found, expected)
+        expected = losses(*made())
     assert expected[1] < expected[0]
+    # Compiled CPU kernels are those that the tests share.
+    monkeypatch.setenv("TURNOUT_CACHE_DIR", str(numba_cache.folder().parent))
+    given = (processes, str(tmp_path / "store"), expected)
+    if processes == 1:
+        train(0, *given)
+    else:
+        torch.multiprocessing.spawn(train, given, nprocs=processes)

@@ -5,6 +5,7 @@ import torch
 
 import turnout
 from tests import own_outputs
+from tests.faults.public_calls import CALLS, flat, routes_for, tensors_in, wanting_gradients
 from tests.walk import CPU, cpu_routes, ops, random_call
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
@@ -74,3 +75,41 @@ def test_written_in_place_behind_a_compiled_call(op, route):
         if own_outputs.is_floating(x):
             torch.testing.assert_close(x.grad, y.grad)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if not call.written()], ids=str)
+def test_results_of_public_functions_are_written_in_place(call):
+    """What stands between a function and its op keeps to that: every result may be written, but for causal_conv3d's
+    cache, which is a view of the input, as its docstring says."""
+    for name in routes_for(call):
+
+        def total(change, name=name):
+            kwargs = wanting_gradients(call.make())
+            with turnout.pin(**{call.name: name}):
+                results = [y for y in flat(call.function(**kwargs)) if y.is_floating_point()]
+            results = results[:1] if call.name == "causal_conv3d" or name == REFERENCE else results
+            sum(change(y).square().sum() for y in results).backward()
+            return [x.grad for value in kwargs.values() for x in tensors_in(value) if x.requires_grad]
+
+        expected = total(lambda y: torch.relu(y * 2))
+        try:
+            found = total(lambda y: torch.relu_(y.mul_(2)))
+        except RuntimeError as failure:  # torch's own attention keeps its output for backward, and says so
+            assert (call.name, name) == ("attention", REFERENCE)
+            assert "modified by an inplace operation" in str(failure)
+            continue
+        assert found
+        assert all(map(own_outputs.close, found, expected)), name
+
+
+def test_the_cache_of_causal_conv3d_is_part_of_its_input():
+    """And autograd knows: a route needs the input for backward, which raises where that was written into."""
+    clip, weight = torch.randn(1, 4, 3, 6, 6, requires_grad=True), torch.randn(4, 4, 3, 3, 3, requires_grad=True)
+    for name in ("depth-taps", "winograd"):
+        with turnout.pin(causal_conv3d=name):
+            y, cache = turnout.causal_conv3d(clip * 1, weight, padding=1, return_cache=True)
+        y += 1
+        y.sum().backward(retain_graph=True)
+        cache += 1
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
