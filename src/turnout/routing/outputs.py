@@ -16,8 +16,12 @@ import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Inside this block torch records neither gradients nor views, nor the versions of what is written.
-views_unrecorded: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowADInplaceOrView
+_RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def views_unrecorded() -> AbstractContextManager[Any]:
+    """Inside this block torch records neither views nor the versions of what is written; for what records no gradients."""
+    return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
 
 
 def returns_own(run: F) -> F:
