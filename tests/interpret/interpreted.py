@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from tests.own_outputs import as_tuple, assert_apart
 from tests.walk import CPU, H200, LAUNCHING, calls, copy, equal, lets_pass, triton_routes
 from turnout.routing.writing import Layout, overlaps_itself
 
@@ -53,6 +54,25 @@ def test_nan_and_inf_pass_through(op, route):
         assert lets_pass(op, route.run, args) is None
         seen += 1
     assert seen
+
+
+@triton_routes
+def test_outputs_are_tensors_of_their_own(op, route):
+    """What is returned may be written in place, also after a call that recorded nothing, and shares no memory."""
+    seen = 0
+    for args in calls(op, route, CPU, H200, 40):
+        if not suits(args):
+            continue
+        small = {key: min(n, SMALL.get(key, n)) for key, n in next(iter(route.configs(op.problem(*args), H200))).items()}
+        given = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
+        with torch.no_grad():
+            results = as_tuple(route.run(*given, **small))
+        assert not any(y._is_view() for y in results)
+        assert_apart(results, given, lambda y: y.zero_())
+        seen += 1
+        if seen == ENOUGH:
+            break
+    assert seen == ENOUGH
 
 
 IN_PLACE = [(op, route) for op, route in LAUNCHING if route.in_place]

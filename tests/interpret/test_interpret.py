@@ -9,8 +9,9 @@ ROOT = Path(__file__).parents[2]
 # All files but one are of single ops; that of all routes is shared by several runs: processes take turns with the tests.
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.glob("tests/ops/interpreted*.py"))
 ALL_ROUTES = "tests/interpret/interpreted.py"
+TESTS = ("test_interpreted", "test_nan_and_inf", "test_outputs", "test_in_place")
 RUNS = {
-    **{f"{ALL_ROUTES} {name}": (ALL_ROUTES, "-k", name) for name in ("test_interpreted", "test_nan_and_inf", "test_in_place")},
+    **{f"{ALL_ROUTES} {name}": (ALL_ROUTES, "-k", name) for name in TESTS},
     **{str(path): (str(path),) for path in FILES},
 }
 
@@ -26,5 +27,5 @@ def test_gpu_routes_in_the_interpreter(run):
 
 def test_every_test_of_the_interpreter_is_run():
     names = {line.split("(")[0][4:] for line in (ROOT / ALL_ROUTES).read_text().splitlines() if line.startswith("def test")}
-    assert len(names) == 3
+    assert len(names) == 4
     assert all(any(name.startswith(words[-1]) for words in RUNS.values()) for name in names)

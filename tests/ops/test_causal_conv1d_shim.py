@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import turnout
 from turnout.compat import causal_conv1d as shim
 from turnout.ops.causal_conv1d import causal_conv1d
 from turnout.ops.causal_conv1d_update import causal_conv1d_update
@@ -31,6 +32,38 @@ def test_shim_has_the_package_semantics():
         shim.causal_conv1d_fn(x, weight, activation="gelu")
     with pytest.raises(NotImplementedError, match="'gelu'"):
         shim.causal_conv1d_update(x[..., 0], states[0], weight, activation="gelu")
+
+
+@pytest.mark.parametrize(
+    ("route", "layout"),
+    [("cpu-rows", "channel-first"), ("cpu-cols", "channel-last"), ("reference", "channel-first"), ("reference", "channel-last")],
+)
+def test_output_and_final_states_are_written_in_place_as_the_package_allows(route, layout):
+    """Its own tests add to the output while gradients are recorded, with states and without."""
+    x, weight, bias, before = torch.randn(2, 4, 9), torch.randn(4, 3), torch.randn(4), torch.randn(2, 2, 4)
+    if layout == "channel-last":
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def gradients(in_place):
+        given = [t.clone().requires_grad_() for t in (x, weight, bias, before)]
+        with turnout.pin(causal_conv1d=route):
+            y, final = shim.causal_conv1d_fn(
+                *given[:3], initial_states=given[3].transpose(1, 2), return_final_states=True, activation="silu"
+            )
+        was = final.detach().clone()
+        if in_place:
+            y += 1
+            y.mul_(2)
+            assert torch.equal(final, was)
+            final += y[..., :2]
+        else:
+            y = (y + 1) * 2
+            final = final + y[..., :2]
+        (y.square().sum() + final.square().sum()).backward()
+        return [y, final, *[t.grad for t in given]]
+
+    for found, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_shim_varlen_states():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,9 +76,68 @@ def widest_vector(itemsize: int, off: int, *numbers: int) -> int:
     return most
 
 
+def with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A fresh y with exactly these strides: y itself where it has them, else a copy. Never a view, so y must be none."""
+    return y if y.stride() == strides else y.new_empty_strided(y.shape, strides).copy_(y)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a fresh tensor.
+
+    >>> contiguous_strides((2, 3, 4)), contiguous_strides((0, 5))
+    ((12, 4, 1), (5, 1))
+    """
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = step * max(size, 1)
+    return tuple(reversed(strides))
+
+
+# In numpy's spelling. Half types are the integers that `common_cpu_kernels` tells apart.
+_TYPES = {
+    torch.float32: "f4", torch.float64: "f8", torch.bfloat16: "u2", torch.float16: "i2", torch.complex64: "c8",
+    torch.complex128: "c16", torch.int8: "i1", torch.int16: "i2", torch.int32: "i4", torch.int64: "i8",
+    torch.uint8: "u1", torch.uint16: "u2", torch.uint32: "u4", torch.uint64: "u8", torch.bool: "b1",
+}  # fmt: skip
+_ORDER = "<" if sys.byteorder == "little" else ">"
+
+
+class _Memory:
+    """Memory of a tensor as numpy asks for it. The array holds on to this, and this to the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...] | None):
+        """strides: in bytes; None where there are no gaps."""
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3, "shape": shape, "typestr": _ORDER + _TYPES[tensor.dtype], "data": (tensor.data_ptr(), False),
+            "strides": strides,
+        }  # fmt: skip
+
+
+def array(x: Tensor) -> Any:
+    """A CPU tensor as a numpy array of the same memory, half types as integers.
+
+    `Tensor.numpy` would do, but it marks the tensor's storage as one that cannot be resized, for good, as memory of
+    numpy's: a parameter that a kernel has read once could not be sharded any more (FSDP resizes storages).
+
+    >>> x = torch.arange(3.0)
+    >>> array(x)[1] = 5
+    >>> x, x.untyped_storage().resizable()
+    (tensor([0., 5., 2.]), True)
+    """
+    import numpy as np
+
+    size = x.element_size()
+    strides = None if x.is_contiguous() else tuple([size * stride for stride in x.stride()])
+    return np.asarray(_Memory(x, tuple(x.shape), strides))
+
+
 def flat(x: Tensor) -> Any:
-    """The memory from the first to the last element of a CPU tensor as a numpy vector, half types as the integers `common_cpu_kernels`
-    tells apart."""
+    """The memory from the first to the last element of a CPU tensor as a numpy vector, as `array` has it."""
+    import numpy as np
+
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(x.dtype, x.dtype)
-    return x.detach().as_strided((span,), (1,)).view(bits).numpy()
+    return np.asarray(_Memory(x, (span,), None))

@@ -29,6 +29,7 @@ from turnout.routing.fallback import (
     differentiable_backward,
     tracing_state,
 )
+from turnout.routing.outputs import views_unrecorded
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -193,8 +194,12 @@ class Op:
         return self.call(*args)
 
     def below_autograd(self, *args: Any) -> Any:
-        """The kernel of the opaque torch op: gradients are taken care of above it."""
-        with torch.no_grad():
+        """The kernel of the opaque torch op: gradients are taken care of above it.
+
+        Views made in here are not recorded as views, as inside torch's own ops: what is returned is a tensor of its
+        own, which may be written in place. An op that writes keeps the record, for the versions of what it writes.
+        """
+        with torch.no_grad(), contextlib.nullcontext() if self.mutates else views_unrecorded():
             return self(*args)
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:

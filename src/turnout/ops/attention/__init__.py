@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turnout.ops.attention import costs, padding
+from turnout.ops.layouts import with_strides
 from turnout.routing.choose import plain
 from turnout.routing.fallback import needs_any_derivative
 from turnout.routing.op import Op, Work
@@ -85,16 +86,15 @@ def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 def like_queries(out: Tensor, q: Tensor) -> Tensor:
     """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D]. No copy where it is so already."""
+    return with_strides(out, strides_like_queries(out.shape, q))
+
+
+def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int, int]:
+    """Those of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
+    heads, rows, dim = shape[1] or 1, shape[2] or 1, shape[3] or 1
     if heads_inside(q.shape, q.stride()):
-        return _dense(out.transpose(1, 2)).transpose(1, 2)
-    return _dense(out)
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Contiguous, with exactly the strides of a fresh tensor: torch calls any stride of a dimension of size 1 contiguous."""
-    _, b, c, d = x.shape
-    strides = (max(b, 1) * max(c, 1) * max(d, 1), max(c, 1) * max(d, 1), max(d, 1), 1)
-    return x if x.stride() == strides else x.clone(memory_format=torch.contiguous_format)
+        return heads * rows * dim, dim, heads * dim, 1
+    return heads * rows * dim, rows * dim, dim, 1
 
 
 # With fewer keys than a vector has elements torch's kernel for CPUs loses NaN (torch 2.13, AVX-512): more keys, which do not count, help.
@@ -160,7 +160,8 @@ def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
     scores = (scores if mask.dtype is torch.bool else scores + mask).masked_fill(hidden, float("-inf"))
     lost = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores, -1).masked_fill(lost, 0.0)
-    return (weights.unflatten(1, shared) @ v.unsqueeze(2)).flatten(1, 2)
+    found = weights.unflatten(1, shared) @ v.unsqueeze(2)
+    return torch.ops.aten._unsafe_view(found, (*q.shape[:3], v.shape[3]))  # as `matmul` does: no view, and nobody has `found`
 
 
 def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

@@ -16,6 +16,7 @@ from turnout.ops import needs
 from turnout.ops.attention import Attention, like_queries
 from turnout.ops.attention.costs import HALF
 from turnout.routing.device import Device
+from turnout.routing.outputs import returns_own
 
 aten = torch.ops.aten
 
@@ -106,6 +107,7 @@ def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
     return _output(flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal), q)
 
 
+@returns_own
 def _output(found: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
     """The output alone: some versions return sums with it."""
     return like_queries((found if isinstance(found, Tensor) else found[0]).transpose(1, 2), q)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from turnout.launch import descriptors as tma
-from turnout.ops.attention import heads_inside
+from turnout.ops.attention import heads_inside, strides_like_queries
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 
 LOG2E = math.log2(math.e)
@@ -18,10 +18,10 @@ LOG2E = math.log2(math.e)
 
 def empty_like_queries(q: Tensor, dim_v: int) -> Tensor:
     """A fresh output: dense, [B, S, H, D] in memory where q is, else [B, H, S, D]."""
-    batch, heads, rows, _ = q.shape
-    if heads_inside(q.shape, q.stride()):
-        return torch.empty(batch, rows, heads, dim_v, dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty(batch, heads, rows, dim_v, dtype=q.dtype, device=q.device)
+    shape = (*q.shape[:3], dim_v)
+    if not heads_inside(q.shape, q.stride()):
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    return torch.empty_strided(shape, strides_like_queries(shape, q), dtype=q.dtype, device=q.device)
 
 
 def run_flash(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.ops.causal_conv1d.checks import check, check_ends
+from turnout.ops.causal_conv1d.launches import dense_strides
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 from turnout.routing.public import public
@@ -66,8 +67,8 @@ def fresh(t: Tensor) -> Tensor:
 
 
 def dense(y: Tensor, last: bool) -> Tensor:
-    """The same values without gaps, in one of two layouts."""
-    return fresh(y.transpose(1, 2)).transpose(1, 2) if last else fresh(y)
+    """A copy without gaps, in one of two layouts."""
+    return y.new_empty_strided(y.shape, dense_strides(y.shape, last)).copy_(y)
 
 
 class Seen(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,10 +25,17 @@ def power_of_two(n: int) -> int:
 
 def empty_dense(x: Tensor, last: bool) -> Tensor:
     """A fresh tensor of x's shape, channels side by side or positions side by side."""
-    batch, dim, length = x.shape
-    if last:
-        return torch.empty(batch, length, dim, dtype=x.dtype, device=x.device).transpose(1, 2)
-    return torch.empty(batch, dim, length, dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, dense_strides(x.shape, last), dtype=x.dtype, device=x.device)
+
+
+def dense_strides(shape: Sequence[int], last: bool) -> tuple[int, int, int]:
+    """The strides of a tensor `[batch, dim, length]` without gaps, channels or positions side by side.
+
+    >>> dense_strides((2, 3, 4), True), dense_strides((2, 3, 4), False)
+    ((12, 1, 3), (12, 4, 1))
+    """
+    dim, length = shape[1] or 1, shape[2] or 1
+    return (dim * length, 1, dim) if last else (dim * length, length, 1)
 
 
 def steps(x: Tensor, along: int) -> tuple[int, ...]:

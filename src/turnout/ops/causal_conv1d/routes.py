@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
 from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
-from turnout.ops.layouts import flat
+from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -232,23 +232,23 @@ def on_cpu(
     if cu_seqlens is None:
         batches, starts, sizes = np.arange(batch), np.zeros(batch, np.int64), np.full(batch, length)
     else:
-        ends = np.maximum.accumulate(cu_seqlens.numpy().astype(np.int64).clip(0, length))
+        ends = np.maximum.accumulate(array(cu_seqlens).astype(np.int64).clip(0, length))
         ends[0], ends[-1] = 0, length  # unchecked ends, as in a traced graph, must still fill all of y
         batches, starts, sizes = np.zeros(ends.size - 1, np.int64), ends[:-1], ends[1:] - ends[:-1]
     x_at, y_at = (batches * t.stride(0) + starts * t.stride(2) for t in (x, y))
     source, into = flat(x), flat(y)
     taps = weight.detach().to(torch.float32)
-    shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
-    marks = np.empty(0, np.int64) if seq_idx is None else seq_idx.to(torch.int64).contiguous().view(-1).numpy()
+    shift = np.zeros(dim, np.float32) if bias is None else array(bias.to(torch.float32).contiguous())
+    marks = np.empty(0, np.int64) if seq_idx is None else array(seq_idx.to(torch.int64).contiguous().view(-1))
     states = source[:0] if initial_states is None else flat(initial_states.detach().contiguous())
     has = (activation == "silu", seq_idx is not None, initial_states is not None)
     if columns:
         blocks = cpu_kernels.blocks_of(sizes)
-        taps = taps.t().contiguous().numpy()
+        taps = array(taps.t().contiguous())
         block = (x.stride(2), taps, shift, marks, states, into, y_at, sizes, blocks, length, *has)
         in_shares(functools.partial(cpu_kernels.cols, source, x_at, *block), blocks.shape[0])
     else:
-        taps = taps.contiguous().numpy()
+        taps = array(taps.contiguous())
         row = (x.stride(1), x.stride(2), taps, shift, marks, states, into, y_at, y.stride(1), y.stride(2), sizes, length, *has)
         in_shares(functools.partial(cpu_kernels.rows, source, x_at, *row), sizes.size * dim)
     final = x.new_empty(0)

@@ -110,7 +110,7 @@ def reference(
     if live is not None:
         acc = torch.where(live[:, None, None], acc, 0.0)
     y = acc.to(x.dtype)
-    y = y.reshape(-1).view(batch, dim) if flat else dense(y, channel_last(x))
+    y = y.new_empty(batch, dim).copy_(y[..., 0]) if flat else dense(y, channel_last(x))
 
     if cache_seqlens is None:
         moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]

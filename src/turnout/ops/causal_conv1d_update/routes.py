@@ -14,7 +14,7 @@ from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
 from turnout.ops.causal_conv1d.routes import LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
-from turnout.ops.layouts import flat
+from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -120,12 +120,12 @@ def cpu_channels(
 
     new, y, out = with_axis(x.detach())
     batch, dim, length = new.shape
-    slots = np.arange(batch) if conv_state_indices is None else conv_state_indices.numpy().astype(np.int64)
+    slots = np.arange(batch) if conv_state_indices is None else array(conv_state_indices).astype(np.int64)
     if slots.max() >= conv_state.shape[0]:
         raise IndexError(f"conv_state_indices has {slots.max()}, conv_state has {conv_state.shape[0]} slots")
-    at = np.empty(0, np.int64) if cache_seqlens is None else cache_seqlens.numpy().astype(np.int64) % conv_state.shape[2]
-    taps = weight.detach().to(torch.float32).t().contiguous().numpy()
-    shift = np.zeros(dim, np.float32) if bias is None else bias.detach().to(torch.float32).contiguous().numpy()
+    at = np.empty(0, np.int64) if cache_seqlens is None else array(cache_seqlens).astype(np.int64) % conv_state.shape[2]
+    taps = array(weight.to(torch.float32).t().contiguous())
+    shift = np.zeros(dim, np.float32) if bias is None else array(bias.to(torch.float32).contiguous())
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
     given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
     run = functools.partial(update, *given)

@@ -15,7 +15,7 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_strides, known_output, launched, task_of
 from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
-from turnout.ops.convolution.layout import LAST, known_format, moved, plain_format
+from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import IN_TORCH, WINOGRAD_KERNELS, finished
 from turnout.ops.convolution.task import Task
@@ -168,7 +168,7 @@ def convolved(
     launched(
         launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
     )  # fmt: skip
-    return moved(out, known_format(input, weight))
+    return output_in(out, known_format(input, weight))
 
 
 def causal_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:

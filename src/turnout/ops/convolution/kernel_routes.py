@@ -20,7 +20,7 @@ from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs, launches, task, tiles
 from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
-from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, torch_format
+from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, output_in, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
 from turnout.ops.convolution.task import Task
@@ -242,7 +242,7 @@ def convolved(
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
     launched(launch, input, weight, bias, out, stride, padding, dilation, residual, config)
-    return moved(out, torch_format(input, weight, bias, stride, padding, dilation, groups))
+    return output_in(out, torch_format(input, weight, bias, stride, padding, dilation, groups))
 
 
 def convolution_bound(

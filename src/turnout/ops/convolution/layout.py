@@ -82,6 +82,15 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
     return out if transpose(x, out) else out.copy_(x)
 
 
+def output_in(y: Tensor, format: torch.memory_format) -> Tensor:
+    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would give a view
+    where only axes of size one differ; an output is not one, and so its strides are changed in place."""
+    strides = known_strides(y.shape, format)
+    if y.stride() == strides:
+        return y
+    return y.as_strided_(y.shape, strides) if y.is_contiguous(memory_format=format) else moved(y, format)
+
+
 def dense_strides(shape: Sequence[int], format: torch.memory_format) -> tuple[int, ...]:
     """The strides of a fresh tensor.
 

@@ -99,7 +99,7 @@ def of_pieces(
                         parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
         parts.sort(key=lambda part: part[0] - part[1])  # the one that reaches most outputs comes first and carries the bias
         clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, stride[1:], padding[1:], dilation[1:], groups))
-    return (clips[0].unsqueeze(0) if count == 1 else torch.stack(clips)).transpose(1, 2)
+    return (clips[0].unsqueeze_(0) if count == 1 else torch.stack(clips)).transpose_(1, 2)
 
 
 def _of_parts(

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution.layout import FIRST, in_format, moved, torch_format
+from turnout.ops.convolution.layout import FIRST, in_format, output_in, torch_format
 from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
 from turnout.ops.convolution.winograd import by_winograd
+from turnout.routing.outputs import returns_own
 
 # Torch's kernels do the work; on a GPU ours copies from one memory format to the other.
 TRANSPOSE = "turnout.ops.convolution.kernels:transpose"
@@ -29,7 +30,7 @@ DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_tap
 
 def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) -> Tensor:
     """A method's result with the strides of the reference's, and the residual added."""
-    y = moved(y, format)
+    y = output_in(y, format)
     return y if residual is None else y.add_(residual.to(y.dtype))
 
 
@@ -62,6 +63,7 @@ def with_float32(
     return finished(in_float32(*call), residual, torch_format(*call))
 
 
+@returns_own
 def with_matmul(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
     residual: Tensor | None,

@@ -21,7 +21,7 @@ from turnout.ops.causal_conv1d.launches import ceil_div
 from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
 from turnout.ops.convolution.methods import in_float32, output_frames
 from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP
-from turnout.ops.layouts import flat
+from turnout.ops.layouts import array, flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
 OF_SMALL = 24  # the same for calls that torch keeps for its own loop, which loses fewer on some CPUs; up to a twentieth slower
@@ -82,7 +82,7 @@ def by_winograd(
     at_once = OF_SMALL if len(input) == 1 and prod(input.shape[:4]) <= ON_TORCHS_OWN_LOOP else AT_ONCE
     if input.dim() == 4:
         y = of_finite(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format, at_once)
-        y = None if y is None else y.squeeze(2)
+        y = None if y is None else y.squeeze_(2)
     else:
         y = of_finite(input, weight, bias, padding, dilation, format, at_once)
     if y is None and input.dtype is torch.float32:
@@ -113,7 +113,7 @@ def of_finite(
     y = torch.empty_strided(shape, known_strides(shape, format), dtype=input.dtype, device=input.device)
     odd, shift = np.zeros(1, np.int64), np.zeros(ceil_div(filters, kernels.LANES) * kernels.LANES, np.float32)
     if bias is not None:
-        shift[:filters] = bias.detach().float().numpy()
+        shift[:filters] = array(bias.float())
     down, across = ceil_div(height, 2), ceil_div(width, 2)
     block = block_of((channels, filters, depth, outputs), (down, across), clips, torch.get_num_threads(), last)
     at_once = max(1, MOST_FILTERS // (4 * kernels.POINTS * kernels.LANES * depth * channels)) * kernels.LANES
@@ -122,7 +122,7 @@ def of_finite(
         count = min(at_once, filters - first)
         vectors = ceil_div(count, kernels.LANES)
         point = (vectors * channels + 1) * kernels.LANES
-        u = torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device).numpy()
+        u = array(torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device))
         transform = functools.partial(
             kernels.transform_weight, flat(weight[first : first + count]), w_steps, count, channels, depth, u, point
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turnout.launch import launch, prepare_launch
 from turnout.ops import needs
+from turnout.ops.layouts import array
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 
@@ -231,10 +232,11 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
 
     sums = problem.contraction()
     steps = sums.a_batch_stride, sums.b_batch_stride
-    flat = [t.detach().as_strided(((sums.batch - 1) * step + sums.length,), (1,)) for t, step in zip((a, b), steps, strict=True)]
-    bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}.get(a.dtype)
-    x, y = [(t if bits is None else t.view(bits)).numpy() for t in flat]
-    zero = np.float64(0) if bits is None else np.float32(0)
+    x, y = [
+        array(t.as_strided(((sums.batch - 1) * step + sums.length,), (1,))) for t, step in zip((a, b), steps, strict=True)
+    ]  # fmt: skip
+    zero = np.float64(0) if a.dtype is torch.float32 else np.float32(0)
     totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
     in_shares(functools.partial(sum_chunks, x, y, *steps, sums.length, zero, totals.reshape(-1)), totals.size)
-    return torch.from_numpy(totals.sum(1)).to(a.dtype).reshape(sums.output)
+    out = torch.from_numpy(totals.sum(1)).to(a.dtype)  # a copy: the totals are float64, and a is not
+    return out.resize_(sums.output)  # no view, as `reshape` would give

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.ops.layouts import contiguous_strides, with_strides
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 from turnout.routing.public import public
@@ -127,7 +128,7 @@ def modulated(h: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tens
 
 def dense(y: Tensor) -> Tensor:
     """y without gaps, in this order; `contiguous` leaves the strides of dimensions of size 1 as they are."""
-    return y.contiguous().flatten().view(y.shape)
+    return with_strides(y, contiguous_strides(y.shape))
 
 
 def reference(

@@ -49,7 +49,8 @@ def as_dot_cost(problem: Matmul, device: Device) -> float | None:
 @MATMUL.route("as-dot", refuses=needs_one_dot, cost=as_dot_cost, numerics="close", version=1)
 def as_dot(a: Tensor, b: Tensor) -> Tensor:
     sums = MATMUL.problem(a, b).contraction()
-    return torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,))).reshape(sums.output)
+    y = torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,)))
+    return y.resize_(sums.output)  # no view, as `reshape` would give
 
 
 @MATMUL.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, MATMUL))

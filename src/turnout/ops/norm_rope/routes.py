@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.layouts import flat
+from turnout.ops.layouts import array, flat
 from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
 from turnout.ops.norm_rope.checks import table_kind
 from turnout.ops.norm_rope.launches import out_steps, planned, table_steps
@@ -163,7 +163,7 @@ def cpu_rows(
         for part, scale, before in ((x, weight, 0), (x2, weight2, x.shape[1])):
             if part is None or not part.numel():
                 continue
-            w = nothing if scale is None else scale.detach().float().contiguous().numpy()
+            w = nothing if scale is None else array(scale.float().contiguous())
             batch, tokens, heads, dim = part.shape
             given = (flat(part), *part.stride()[:3], tokens, before, heads, dim, w, np.float32(eps), {"none": 0, "head": 1, "all": 2}[norm])
             turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)

@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
-from turnout.ops.layouts import VECTOR_BYTES, flat
+from turnout.ops.layouts import VECTOR_BYTES, array, flat
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
 from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan
 from turnout.routing.device import Device
@@ -187,8 +187,8 @@ def on_cpu(
 
     channels, where = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
     sizes, x_steps, y_steps = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
-    scale = np.ones(channels, np.float32) if weight is None else weight.detach().float().contiguous().numpy()
-    shift = np.zeros(channels, np.float32) if bias is None else bias.detach().float().contiguous().numpy()
+    scale = np.ones(channels, np.float32) if weight is None else array(weight.float().contiguous())
+    shift = np.zeros(channels, np.float32) if bias is None else array(bias.float().contiguous())
     rest = (np.float32(eps), style == "normalize", silu)
     if by_rows:
         given = (flat(x), x_steps, scale, shift, flat(out), y_steps, sizes, *rest)

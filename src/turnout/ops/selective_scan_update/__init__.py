@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.ops.layouts import contiguous_strides, with_strides
 from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
@@ -81,7 +82,7 @@ def reference(
     y = (moved * C.to(wide)[:, None]).sum(-1)
     y = y if D is None else torch.addcmul(y, given, D.to(wide))
     y = y if z is None else y * F.silu(z.to(wide))
-    y = y.to(x.dtype).reshape(-1).view(x.shape)  # the strides of a fresh tensor
+    y = with_strides(y.to(x.dtype), contiguous_strides(x.shape))
     state.copy_(moved)  # last: what is read may overlap the state
     return y
 

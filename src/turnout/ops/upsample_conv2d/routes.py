@@ -15,7 +15,7 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
 from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, Launch, memory, phase_filters, planned
-from turnout.ops.convolution.layout import LAST, dense_strides, known_format, moved, plain_format
+from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import IN_TORCH, finished
@@ -176,7 +176,7 @@ def phase_by_phase(
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
             launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
-    return moved(out, known_format(input, weight))
+    return output_in(out, known_format(input, weight))
 
 
 def phases_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:

@@ -1,0 +1,42 @@
+"""What a route returns is a tensor of its own, never a view: it may be written in place, whatever autograd records.
+
+torch refuses to write into a view that was made inside an op, or while gradients were not recorded. Its own ops return no
+such views: inside them views are not recorded. Most routes make their outputs in the final shape and layout, which costs
+nothing; those that cannot are declared below `returns_own`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def views_unrecorded() -> AbstractContextManager[Any]:
+    """Inside this block torch records neither views nor the versions of what is written; for what records no gradients."""
+    return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
+
+
+def returns_own(run: F) -> F:
+    """Run a route, or a part of one, so that what looks like a view outside is none. It must not write into its arguments.
+
+    >>> import torch
+    >>> with torch.no_grad():
+    ...     y = returns_own(lambda x: (x + 1).t())(torch.zeros(2, 3))
+    >>> y._is_view(), y.mul_(torch.ones(3, 2, requires_grad=True)).requires_grad
+    (False, True)
+    """
+
+    @functools.wraps(run)
+    def below(*args: Any, **kwargs: Any) -> Any:
+        with views_unrecorded():
+            return run(*args, **kwargs)
+
+    return below  # pyright: ignore[reportReturnType]
