@@ -40,8 +40,7 @@ def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     if backend is None and parallel is None and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE:
         if mask is not None and mask.shape == (k.shape[0], k.shape[1]):  # over keys, as diffusers' native backend reads it
             mask = mask[:, None, None]
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        return attend(*heads_first, mask).transpose(1, 2).flatten(2)
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
     return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel).flatten(2).to(q.dtype)
 
 

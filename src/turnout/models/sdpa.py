@@ -11,9 +11,12 @@ ends in torch's kernel costs the host one look-up more, about 1.5 us (2-core Xeo
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import enum
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +25,7 @@ from torch.utils._device import DeviceContext
 
 import turnout
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
-from turnout.routing import settings
-from turnout.routing.choose import REFERENCE
+from turnout.routing import choose, settings
 from turnout.routing.device import Device
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, blocked, tracing_state
 from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
@@ -35,10 +37,23 @@ STOCK: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # pyri
 _WORTH_READING = 1e-3
 
 _MOST_REMEMBERED = 1024
-_CHOICES = "scaled_dot_product_attention"  # our part of the op's memo, which is emptied when choices are to be made anew
 _op_call = ATTENTION.call
 
-Choice = Literal["torch", "reference", "unseen", "read the mask"] | Callable[..., Tensor]
+
+class _Choice(enum.Enum):
+    """What a call becomes, where it is not a function to run."""
+
+    UNSEEN = enum.auto()
+    TORCH = enum.auto()  # the op cannot take it
+    REFERENCE = enum.auto()  # the op can, and torch is as fast
+    READ_MASK = enum.auto()  # it depends on the values of the mask
+
+
+UNSEEN, TORCH, REFERENCE, READ_MASK = _Choice
+
+# What calls have become is kept among what the op remembers, and forgotten with it.
+_memo: dict[Any, Any] = ATTENTION.memo
+_keys: collections.deque[tuple] = collections.deque()  # of ours, the oldest first
 
 
 class _Call(NamedTuple):
@@ -96,49 +111,60 @@ def _look_up(
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> _Call | None:  # fmt: skip
     """The call with what is remembered of such calls; None where it is torch's."""
+    # Autocast, and the dtypes of key and value, are asked about when the call may take a route.
     device = query.get_device()
     facts = (
-        settings.entered.get(), autocasting() and _autocast_dtype(query), device, threads() if device < 0 else 0,
-        query.shape, query.stride(), query.dtype, key.shape, key.stride(), key.dtype,
-        value.shape, value.stride(), value.dtype,
+        "sdpa", entered(), device, threads() if device < 0 else 0, query.shape, query.stride(), query.dtype,
+        key.shape, key.stride(), value.shape, value.stride(),
         None if attn_mask is None else (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.requires_grad),
         dropout_p, is_causal, scale, enable_gqa,
         grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
     )  # fmt: skip
-    choices = remembered(_CHOICES)
-    choice = "unseen" if choices is None else choices.get(facts, "unseen")  # pyright: ignore[reportAttributeAccessIssue]
-    if choice == "torch" or (choice == "reference" and ATTENTION.call is _op_call):
+    choice = remembered(facts, UNSEEN)
+    if choice is TORCH or (choice is REFERENCE and ATTENTION.call is _op_call):
         return None
     return _Call(choice, facts, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-remembered, threads, grad_enabled = ATTENTION.memo.get, torch.get_num_threads, torch.is_grad_enabled
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts to on the device of a tensor; None where it is off there."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+# Looked up in every call: a global is found sooner than an attribute.
+entered, remembered, threads, grad_enabled = settings.entered.get, _memo.get, torch.get_num_threads, torch.is_grad_enabled
 
 
 def _routed(call: _Call) -> Tensor | None:
     """What the op makes of a call; None where it is torch's."""
     if not _is_ours(call):
         return None
-    choice = _settle(call) if call.choice == "unseen" else call.choice
+    q, k, v, mask = call.query, call.key_states, call.value, call.mask
+    key, choice, cast = call.key, call.choice, autocasting() and _autocast_dtype(call)
+    if cast:
+        key = (*key, cast, k.dtype, v.dtype)
+        choice = remembered(key, UNSEEN)
+    if choice is UNSEEN:
+        choice = _settle(call, key)
     lengths: list[int] = []
-    mask, ends = call.mask, None
-    if choice == "read the mask":
-        _, _, _, mask, _, _, ends, lengths = arguments(call.query, call.key_states, call.value, call.mask, call.is_causal, call.scale)
-        choice = _remembered(call, tuple(lengths))
-        if choice == "unseen":
-            choice = _remember(call, _choose(call, mask, lengths), tuple(lengths))
-    if choice == "torch" or (choice == "reference" and ATTENTION.call is _op_call):
+    ends = None
+    if choice is READ_MASK:
+        _, _, _, mask, _, _, ends, lengths = arguments(q, k, v, mask, call.is_causal, call.scale)
+        key = (*key, tuple(lengths))
+        choice = remembered(key, UNSEEN)
+        if choice is UNSEEN:
+            choice = _remember(key, _choose(call, mask, lengths))
+    watched = ATTENTION.call is not _op_call
+    if choice is TORCH or (choice is REFERENCE and not watched):
         return None
     # Whoever watches the op's calls, as `turnout race` does, sees this one too, also where torch runs it.
-    run = choice if callable(choice) and ATTENTION.call is _op_call else ATTENTION
-    scale = _scale(call)
-    return run(call.query, call.key_states, call.value, mask, call.is_causal, scale, ends, lengths)
+    run = ATTENTION if choice is REFERENCE or watched or autocasting() else choice
+    return run(q, k, v, mask, call.is_causal, _scale(call), ends, lengths)
+
+
+def _autocast_dtype(call: _Call) -> torch.dtype | None:
+    """What autocast casts the tensors of a call to; None where they stay as they are."""
+    kind = call.query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    tensors = (call.query, call.key_states, call.value, call.mask)
+    return dtype if any(x is not None and x.is_floating_point() and x.dtype is not dtype for x in tensors) else None
 
 
 def _scale(call: _Call) -> float:
@@ -158,6 +184,8 @@ def _is_ours(call: _Call) -> bool:
     if type(call.dropout_p) not in (float, int) or type(call.scale) not in (float, int, type(None)):
         return False
     tensors = (call.query, call.key_states, call.value)
+    if not call.query.dtype is call.key_states.dtype is call.value.dtype and not autocasting():
+        return False
     return all(type(x) in PLAIN_TENSORS for x in tensors) and (call.mask is None or type(call.mask) in PLAIN_TENSORS)
 
 
@@ -202,54 +230,55 @@ def _all_backends_allowed() -> bool:
     return enabled and not _flash_3() and _priority() in _ORDERS
 
 
-def _remembered(call: _Call, lengths: tuple[int, ...]) -> Any:
-    choices: Any = ATTENTION.memo.get(_CHOICES)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return "unseen" if choices is None else choices.get((call.key, lengths), "unseen")
-
-
-def _remember(call: _Call, choice: Any, lengths: tuple[int, ...] | None = None) -> Any:
-    memo: Any = ATTENTION.memo
-    choices = memo.setdefault(_CHOICES, {})
-    if len(choices) >= _MOST_REMEMBERED:
-        choices.clear()
-    choices[call.key if lengths is None else (call.key, lengths)] = choice
+def _remember(key: tuple, choice: Any) -> Any:
+    _memo[key] = choice
+    _keys.append(key)
+    if len(_keys) > _MOST_REMEMBERED:
+        with contextlib.suppress(IndexError):  # another thread may have taken the last one
+            _memo.pop(_keys.popleft(), None)
     return choice
 
 
-def _settle(call: _Call) -> Any:
+def _settle(call: _Call, key: tuple) -> Any:
     """Decide about a call that looks like none before."""
     q, k, v, mask = call.query, call.key_states, call.value, call.mask
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     if any(x.device.type not in ("cpu", "cuda") for x in tensors) or blocked(tensors, False) is not None:
-        return "torch"  # not remembered: a plain call has the same facts
-    cast = ATTENTION.cast((q, k, v, mask), _as_meta)
-    if not _takes(*cast, call):
-        return _remember(call, "torch")
-    if mask is not None and padding.key_mask(mask, q.shape[0], k.shape[2]) is not None:
-        problem = Attention.of(*cast, call.is_causal, _scale(call), None, [])
-        seconds = ATTENTION.cost(problem, Device.of(q.device)) if q.is_cpu else None
-        worthless = q.is_cpu and (seconds is None or seconds < _WORTH_READING)
-        return _remember(call, "torch" if worthless else "read the mask")
-    return _remember(call, _choose(call, mask, []))
+        return TORCH  # not remembered: a plain call has the same facts
+    cast: Any = ATTENTION.cast((q, k, v, mask), _as_meta)
+    if not _takes(call, *cast):
+        return _remember(key, TORCH)
+    if padding.key_mask(mask, q.shape[0], k.shape[2]) is None:
+        return _remember(key, _choose(call, mask, []))
+    return _remember(key, READ_MASK if _is_worth_reading(call, cast) else TORCH)
+
+
+def _is_worth_reading(call: _Call, cast: tuple) -> bool:
+    """Whether to look at the values of a mask over keys. On a GPU they are read once for all layers."""
+    if not call.query.is_cpu:
+        return True
+    problem = Attention.of(*cast, call.is_causal, _scale(call), None, [])
+    seconds = ATTENTION.cost(problem, Device.of(call.query.device))
+    return seconds is not None and seconds >= _WORTH_READING
 
 
 def _choose(call: _Call, mask: Tensor | None, lengths: list[int]) -> Any:
-    """The function to run: a route as the op runs it, or "reference" where torch's own attention is as fast."""
+    """The function to run: a route as the op runs it, or REFERENCE where torch's own attention is as fast."""
     args = (call.query, call.key_states, call.value, mask, call.is_causal, _scale(call), None, lengths)
-    if autocasting() and _autocast_dtype(call.query) is not None:
-        key = ATTENTION.key(ATTENTION.cast(args, _as_meta))
-        devices = tuple(x.device for x in args if isinstance(x, Tensor))
-        is_reference = ATTENTION.verdict(key._replace(devices=devices)).chosen == REFERENCE
-        return "reference" if is_reference else ATTENTION
-    run = ATTENTION._chosen(args)  # pyright: ignore[reportPrivateUsage]
-    return "reference" if run is ATTENTION.plain else run
+    if not autocasting():
+        run = ATTENTION._chosen(args)  # pyright: ignore[reportPrivateUsage]
+        return REFERENCE if run is ATTENTION.plain else run
+    key = ATTENTION.key(ATTENTION.cast(args, _as_meta))
+    devices = tuple(x.device for x in args if isinstance(x, Tensor))
+    chosen = ATTENTION.verdict(key._replace(devices=devices)).chosen
+    return REFERENCE if chosen == choose.REFERENCE else ATTENTION
 
 
 def _as_meta(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device="meta")
 
 
-def _takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: _Call) -> bool:
+def _takes(call: _Call, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `turnout.attention` means the same by this call as torch does."""
     if not (q.dim() == k.dim() == v.dim() == 4) or 0 in (*q.shape, *k.shape, *v.shape):
         return False
