@@ -82,8 +82,10 @@ class Rebinder:
     def _replaced(self, scope: Mapping[str, Any], names: Iterable[str], watched: list[Watched]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name in names:
-            value = scope.get(name)
-            replacement = None if value is None else self._instead(name, value, names, watched)
+            if name not in scope:
+                continue
+            value = scope[name]
+            replacement = self._instead(name, value, names, watched)
             if replacement is not None:
                 found[name] = replacement
                 watched.append(Watched(scope, name, value))

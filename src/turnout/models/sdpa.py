@@ -257,7 +257,8 @@ def _is_worth_reading(call: _Call, cast: tuple) -> bool:
     """Whether to look at the values of a mask over keys. On a GPU they are read once for all layers."""
     if not call.query.is_cpu:
         return True
-    problem = Attention.of(*cast, call.is_causal, _scale(call), None, [])
+    q, k, v, mask = cast
+    problem = Attention.of(q, k, v, mask, call.is_causal, _scale(call), None, [])
     seconds = ATTENTION.cost(problem, Device.of(call.query.device))
     return seconds is not None and seconds >= _WORTH_READING
 
