@@ -27,6 +27,12 @@ class Watched(NamedTuple):
     name: str
     value: Any
 
+    def __repr__(self) -> str:
+        return f"Watched({self.name})"  # a module's globals fill pages
+
+    def as_it_is(self) -> Watched:
+        return self._replace(value=self.scope.get(self.name))
+
 
 class Rebound:
     """A function with other globals, and all that this rests on."""

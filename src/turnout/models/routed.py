@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -47,15 +48,23 @@ def _followed(cls: type, entry: str) -> dict[str, Rebound]:
     names = [entry]
     while names:
         name = names.pop()
-        method = None if name in seen else _stock_method(cls, name)
+        methods = [] if name in seen else _stock_methods(cls, name)
         seen.add(name)
-        method = method.__func__ if isinstance(method, staticmethod) else method
-        if inspect.isfunction(method) and not is_library(method):
-            rebound = Rebinder(_instead).rebind(method)
-            found |= {} if rebound is None else {name: rebound}
-            inner = inspect.unwrap(method)
-            names += names_in(inner.__code__) if inspect.isfunction(inner) else ()
+        rebound = Rebinder(_instead).rebind(methods[0]) if methods else None
+        found |= {} if rebound is None else {name: rebound}
+        for method in methods:  # those of parents too: super() may call them, and they call others on this instance
+            names += names_in(method.__code__)
     return found
+
+
+def _stock_methods(cls: type, name: str) -> list[types.FunctionType]:
+    """The functions behind a method, what decorators hold included, the one that is called first."""
+    entries = [vars(owner)[name] for owner in cls.__mro__ if name in vars(owner) and not issubclass(owner, Adapter)]
+    functions = [entry.__func__ if isinstance(entry, staticmethod) else entry for entry in entries]
+    if not functions or not inspect.isfunction(functions[0]):
+        return []
+    inner = [inspect.unwrap(function) for function in functions if inspect.isfunction(function)]
+    return [one for one in dict.fromkeys([functions[0], *inner]) if inspect.isfunction(one) and not is_library(one)]
 
 
 def _install(cls: type) -> Rebound:
@@ -69,7 +78,10 @@ def _install(cls: type) -> Rebound:
             setattr(cls, name, staticmethod(method) if isinstance(_stock_method(cls, name), staticmethod) else method)
     stock = _stock_method(cls, entry)
     function = ways[entry].function if entry in ways else stock
-    patched._turnout_rebound = Rebound(stock, function, [one for rebound in ways.values() for one in rebound.watched])
+    watched = [one for rebound in ways.values() for one in rebound.watched]
+    if not watched and "_turnout_rebound" in vars(cls):  # the way was cut: look again when one of its names changes
+        watched = [one.as_it_is() for one in patched._turnout_rebound.watched]
+    patched._turnout_rebound = Rebound(stock, function, watched)
     return patched._turnout_rebound
 
 
@@ -101,6 +113,7 @@ class Routed(Adapter):
         if torch.compiler.is_compiling():
             return rebound.stock(self, *args, **kwargs)
         if not rebound.is_current():
+            _followed.cache_clear()
             rebound = _install(type(self))
         return rebound.function(self, *args, **kwargs)
 
