@@ -110,3 +110,115 @@ def test_a_mask_autocast_or_hooks_take_the_stock_forward():
         for layer in model.backbone.layers:
             layer.mixer.conv1d._hf_hook = type("Hook", (), {"pre_forward": lambda *a: None, "post_forward": lambda *a: None})()
         model(TOKENS[:, :1], cache_params=cached(model), use_cache=True)
+
+
+# torch.compile. Stock compiles each of these into one graph, prefill and step (transformers 5.22, torch 2.13).
+
+ATTENTION = {"intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+
+
+def hybrid(kind, **more):
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, hidden_size=16, vocab_size=64, **more)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+COMPILED = {
+    "mamba": mamba,
+    "falcon_mamba": falcon_mamba,
+    "jamba": jamba,
+    "mamba2": lambda: hybrid("Mamba2", num_heads=4, head_dim=8, state_size=4, n_groups=2, chunk_size=4),
+    "bamba": lambda: hybrid("Bamba", **ATTENTION, **HEADS, attn_layer_indices=[1]),
+    "falcon_h1": lambda: hybrid("FalconH1", **ATTENTION, **HEADS, head_dim=8, mamba_d_ssm=32),
+    "zamba2": lambda: hybrid(
+        "Zamba2", **ATTENTION, layers_block_type=["mamba", "hybrid"], mamba_d_state=4, mamba_ngroups=2, n_mamba_heads=4,
+        chunk_size=4, num_mem_blocks=1, mamba_headdim=8,
+    ),
+}  # fmt: skip
+
+
+def step_of(model, call):
+    found = model(TOKENS, use_cache=True)
+    cache = {name: found[name] for name in ("cache_params", "past_key_values") if found.get(name) is not None}
+    return call(TOKENS[:, :1], use_cache=True, **cache).logits
+
+
+class Graphs:
+    """A backend of torch.compile that runs the graphs as they are, and names the ops of turnout in them."""
+
+    def __init__(self):
+        self.ops = []
+
+    def __call__(self, graph, inputs):
+        self.ops.append({str(node.target) for node in graph.graph.nodes if "turnout" in str(node.target)})
+        return graph.forward
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@torch.no_grad()
+def test_compiles_into_one_graph(name):
+    model = COMPILED[name]().eval()
+    stock, stock_step = model(TOKENS, use_cache=False).logits, step_of(model, model)
+    torch.compiler.reset()
+    graphs = Graphs()
+    turnout.accelerate(model)
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    close(compiled(TOKENS, use_cache=False).logits, stock)
+    close(step_of(model, compiled), stock_step)
+    assert len(graphs.ops) == 2
+    assert all(any("causal_conv1d" in op for op in ops) for ops in graphs.ops)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+@torch.no_grad()
+def test_compiles_what_is_accelerated_later(name):
+    model = COMPILED[name]().eval()
+    stock = step_of(model, model)
+    torch.compiler.reset()
+    graphs = Graphs()
+    compiled = torch.compile(model, fullgraph=True, backend=graphs)
+    turnout.accelerate(model)
+    close(step_of(model, compiled), stock)
+    assert len(graphs.ops) == 1
+    assert any("causal_conv1d" in op for op in graphs.ops[0])
+
+
+@torch.no_grad()
+def test_decorators_of_the_stock_forward_are_kept():
+    """transformers moves the weights of offloaded modules in and out around it."""
+    model, moved = mamba().eval(), []
+    stock = model(TOKENS).logits
+    turnout.accelerate(model)
+    close(model(TOKENS).logits, stock)
+
+    class Hook:
+        def pre_forward(self, module, *args):
+            moved.append("in")
+
+        def post_forward(self, module, output):
+            moved.append("out")
+            return output
+
+    with Calls() as count:
+        mixer = model.backbone.layers[0].mixer
+        mixer.conv1d._hf_hook = Hook()
+        close(model(TOKENS).logits, stock)
+    assert moved == ["in", "out"]
+    assert count["causal_conv1d"] > 0
+
+
+@torch.no_grad()
+def test_globals_that_are_assigned_later_are_heard(monkeypatch):
+    from transformers.models.mamba import modeling_mamba
+
+    model, masked = mamba().eval(), []
+    stock = modeling_mamba.apply_mask_to_padding_states
+    with turnout.accelerated(model):
+        model(TOKENS)
+        monkeypatch.setattr(modeling_mamba, "apply_mask_to_padding_states", lambda *args: masked.append(1) or stock(*args))
+        model(TOKENS)
+    seen = len(masked)
+    model(TOKENS)
+    assert len(masked) == 2 * seen > 0

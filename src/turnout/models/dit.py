@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import turnout
 from turnout.models.bare import Inside
 from turnout.models.blocks import joined_products
-from turnout.models.layers import routed_attention
-from turnout.models.patch import Adapter
+from turnout.models.routed import RoutedProcessor
+from turnout.models.sdpa import attend
 
 
 def _norm(*norms: Any, x: Tensor) -> dict[str, Any] | None:
@@ -39,7 +39,9 @@ def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 
     backend, parallel = processor._attention_backend, processor._parallel_config
     if backend is None and parallel is None and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE:
-        return turnout.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask=mask).transpose(1, 2).flatten(2)
+        if mask is not None and mask.shape == (k.shape[0], k.shape[1]):  # over keys, as diffusers' native backend reads it
+            mask = mask[:, None, None]
+        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
     return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel).flatten(2).to(q.dtype)
 
 
@@ -71,7 +73,7 @@ _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), "to_added_qkv"
 _NORMS_ONLY = Inside(reads=(nn.RMSNorm, "RMSNorm"), calls=("to_*", "add_*"), any_dtype=True)
 
 
-class FluxProcessor(Adapter):
+class FluxProcessor(RoutedProcessor):
     """norm, rotation and joining of q and k in one pass"""
 
     inside = _NORMS_ONLY
@@ -85,8 +87,7 @@ class FluxProcessor(Adapter):
         k_norms = (attn.norm_added_k, attn.norm_k) if joint else (attn.norm_k,)
         how = _norm(*q_norms, *k_norms, x=hidden_states)
         if how is None or image_rotary_emb is None:
-            with routed_attention():
-                return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)  # pyright: ignore
+            return self._routed_stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         if encoder_hidden_states is None:
             q, k, v = _projected(attn, *_IMAGE, hidden_states, attn.head_dim)
         else:
@@ -102,7 +103,7 @@ class FluxProcessor(Adapter):
         return attn.to_out[1](attn.to_out[0](found[:, words:])), attn.to_add_out(found[:, :words])
 
 
-class QwenImageProcessor(Adapter):
+class QwenImageProcessor(RoutedProcessor):
     """norm, rotation and joining of q and k in one pass"""
 
     inside = _NORMS_ONLY
@@ -114,10 +115,9 @@ class QwenImageProcessor(Adapter):
         norms = (attn.norm_added_q, attn.norm_q, attn.norm_added_k, attn.norm_k)
         how = _norm(*norms, x=hidden_states)
         if how is None or image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
-            with routed_attention():
-                return super().__call__(  # pyright: ignore[reportAttributeAccessIssue]
-                    attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
-                )
+            return self._routed_stock(
+                attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
+            )
         words, head_dim = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
         q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, head_dim)
         turns = torch.cat([image_rotary_emb[1], image_rotary_emb[0]])  # complex, [text and image, D/2]
@@ -134,7 +134,7 @@ class QwenImageProcessor(Adapter):
         return attn.to_out[1](image) if len(attn.to_out) > 1 else image, attn.to_add_out(found[:, :words])
 
 
-class WanProcessor(Adapter):
+class WanProcessor(RoutedProcessor):
     """norm over all heads and rotation of q and k in one pass"""
 
     inside = _NORMS_ONLY
@@ -145,8 +145,7 @@ class WanProcessor(Adapter):
     ) -> Tensor:  # fmt: skip
         how = _norm(attn.norm_q, attn.norm_k, x=hidden_states)
         if how is None or attn.add_k_proj is not None:
-            with routed_attention():
-                return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)  # pyright: ignore
+            return self._routed_stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
         how |= {"across_heads": True, "out_layout": "bshd"}
         q, k, v = self._qkv(attn, hidden_states, encoder_hidden_states)
         if rotary_emb is not None:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import turnout
 from turnout.models.bare import Inside
-from turnout.models.layers import routed_attention
 from turnout.models.patch import Adapter, needs_silu
+from turnout.models.routed import RoutedProcessor
+from turnout.models.sdpa import attend
 
 
 def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
@@ -112,7 +113,7 @@ class Encoder(Coder):
         return _conv(self.conv_out, norm_silu(self.conv_norm_out, x)).contiguous()
 
 
-class AttentionProcessor(Adapter):
+class AttentionProcessor(RoutedProcessor):
     """attention of the middle block without layout flips"""
 
     inside = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
@@ -130,11 +131,10 @@ class AttentionProcessor(Adapter):
             or attention_mask is not None
             or attn.rescale_output_factor != 1.0
         ):
-            with routed_attention():
-                return super().__call__(attn, x, encoder_hidden_states, attention_mask, temb, *args, **kwargs)  # pyright: ignore
+            return self._routed_stock(attn, x, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
         tokens = norm_silu(norm, x, silu=False).flatten(2).transpose(1, 2)  # [B, H*W, C]
         heads = (attn.heads, -1)
         q, k, v = (project(tokens).unflatten(2, heads).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
-        found = attn.to_out[1](attn.to_out[0](turnout.attention(q, k, v).transpose(1, 2).flatten(2)))
+        found = attn.to_out[1](attn.to_out[0](attend(q, k, v).transpose(1, 2).flatten(2)))
         found = found.transpose(1, 2).unflatten(2, x.shape[2:])
         return found + x if attn.residual_connection else found

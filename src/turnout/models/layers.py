@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import turnout
 from turnout.models.patch import Adapter
+from turnout.models.routed import Routed, RoutedProcessor, needs_a_way
 
 
 class Conv2d(Adapter):
@@ -55,25 +52,29 @@ class GroupNorm(Adapter):
         return turnout.group_norm_silu(input, self.num_groups, self.weight, self.bias, eps=self.eps, silu=False)
 
 
-class Attention(Adapter):
+class Attention(Routed):
     """turnout.attention in place of scaled_dot_product_attention"""
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         if isinstance(instance, nn.MultiheadAttention):
             yield "its attention is called inside torch, where it cannot be replaced for one instance"
+        else:
+            yield from needs_a_way(instance, "forward")
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with routed_attention():
-            return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._routed_stock(*args, **kwargs)
 
 
-class AttentionProcessor(Adapter):
+class AttentionProcessor(RoutedProcessor):
     """turnout.attention in place of scaled_dot_product_attention"""
 
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from needs_a_way(instance, "__call__")
+
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with routed_attention():
-            return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        return self._routed_stock(*args, **kwargs)
 
 
 def adapter_of(instance: object) -> type[Adapter] | None:
@@ -98,27 +99,3 @@ def _attends_by_itself(module: nn.Module) -> bool:
 def _padding(conv: Any) -> Iterable[str]:
     if conv.padding_mode != "zeros":
         yield f"padding mode {conv.padding_mode}, this adapter needs zeros"
-
-
-class _RoutedAttention(TorchFunctionMode):
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return _sdpa(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def routed_attention() -> Any:
-    """Inside, `scaled_dot_product_attention` is `turnout.attention`, in this thread. While a graph is traced nothing changes."""
-    return contextlib.nullcontext() if torch.compiler.is_compiling() else _RoutedAttention()
-
-
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """`turnout.attention` under torch's signature; what it has no words for stays torch's."""
-    if dropout_p > 0.0 or query.dim() != 4 or (attn_mask is not None and is_causal):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    return turnout.attention(query, key, value, mask=attn_mask, causal=is_causal, scale=scale)

@@ -7,9 +7,7 @@ a forward of its own, six launches where the stock one has fifty.
 
 from __future__ import annotations
 
-import functools
 import inspect
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import turnout
-from turnout.models.patch import Adapter, patched
+from turnout.models.patch import Adapter
+from turnout.models.rebinding import Rebinder
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
 from turnout.ops.selective_scan_update.routes import SELECTIVE_SCAN_UPDATE
 
@@ -72,14 +71,32 @@ class Mixer(Adapter):
         if "causal_conv1d_fn" not in names:
             yield "a forward without causal_conv1d_fn, this adapter needs one (transformers 5.16 or newer)"
 
+    def __init_subclass__(cls, **kwargs: Any):
+        """The functions are made with the class of the patched instances: torch.compile cannot make any."""
+        super().__init_subclass__(**kwargs)
+        stock = next((vars(owner)["forward"] for owner in cls.__mro__ if _is_stock(owner)), None)
+        if stock is not None:
+            cls._turnout_eager = rebound(stock) or stock
+            cls._turnout_traced = rebound(stock, frozen=True) or stock
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = patched(self)
-        assert patch is not None
         hidden_states = args[0] if args else kwargs["hidden_states"]
         differentiable_step = hidden_states.shape[1] == 1 and torch.is_grad_enabled()  # ops that write states in place have no backward
         if differentiable_step or _hooked(self._modules.values()):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        return _with_functions(patch.base)(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._turnout_traced(*args, **kwargs)
+        return self._turnout_eager(*args, **kwargs)
+
+
+def _is_stock(owner: type) -> bool:
+    return "forward" in vars(owner) and not issubclass(owner, Adapter)
+
+
+def rebound(forward: Callable[..., Any], *, frozen: bool = False) -> Callable[..., Any] | None:
+    """A mixer's own forward with FUNCTIONS among its globals, its decorators kept; None where it knows none of them."""
+    found = Rebinder(lambda name, value: FUNCTIONS.get(name), follow=False, frozen=frozen).rebind(forward)
+    return None if found is None else found.function
 
 
 def _hooked(parts: Iterable[Any]) -> bool:
@@ -120,18 +137,6 @@ def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) 
     dt = F.linear(dt, dt_proj.weight)
     y = SELECTIVE_SCAN_UPDATE(inner, state, dt, mixer.A_log, into, out, mixer.D, gate, dt_proj.bias, True, True)
     return mixer.out_proj(y).unsqueeze(1)
-
-
-@functools.lru_cache(64)
-def _with_functions(mixer: type) -> Callable[..., Any]:
-    """The mixer's own forward with FUNCTIONS among its globals. Without a module's name: torch.compile would look the rest up there."""
-    stock: Any = mixer.forward  # pyright: ignore[reportAttributeAccessIssue]
-    inner = inspect.unwrap(stock)
-    known = {name: function for name, function in FUNCTIONS.items() if name in inner.__globals__}
-    others = {name: value for name, value in inner.__globals__.items() if name != "__name__"}
-    made = types.FunctionType(inner.__code__, others | known, inner.__name__, inner.__defaults__, inner.__closure__)
-    made.__kwdefaults__ = inner.__kwdefaults__
-    return made
 
 
 class RMSNorm(Adapter):
