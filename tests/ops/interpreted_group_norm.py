@@ -68,3 +68,13 @@ def test_an_x_that_is_expanded_or_permuted():
     picture = last(1, 8, 1, 4, 5)
     for x in (picture.expand(2, 8, 3, 4, 5), last(1, 8, 3, 4, 5)[:, :, ::2, :, 1:].transpose(2, 4)):
         assert complaint("group_norm_silu", "gapped-rows", (x, 2, None, torch.randn(8), 1e-6, True), **SMALL) is None
+
+
+@pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
+@pytest.mark.parametrize(
+    ("sizes", "padding"), [((2, 4, 3), (1, 1, 1, 1, 1, 0)), ((4, 5), (2, 0, 3, 1)), ((2, 3, 4), (0, 0, 0, 0, 1, 1)), ((7,), (3, 2))]
+)
+def test_with_a_border(sizes, padding, mode):
+    x = last(2, 6, *sizes)
+    args = (x, 2, torch.randn(6), torch.randn(6), 1e-6, True, list(padding), mode)
+    assert complaint("group_norm_silu_pad", "gapped-rows", args, **SMALL) is None

@@ -8,6 +8,7 @@ import turnout
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, is_one_walk, parts_of, reciprocal
+from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD
 from turnout.ops.group_norm_silu.routes import MOST_POSITIONS
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 from turnout.routing.device import Device
@@ -191,6 +192,53 @@ def test_a_call_with_out_under_fullgraph():
     torch.testing.assert_close(found, step(x, buffers[1]))
 
 
+@pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@formats
+def test_with_a_border_is_torchs_pad_in_the_format_of_x(kind, dtype, mode):
+    x = torch.randn(2, 12, 5, 7).to(dtype).contiguous(memory_format=FORMATS[kind])
+    weight, bias = torch.randn(12).to(dtype), torch.randn(12).to(dtype)
+    for padding in ((1, 1, 2, 0), (3, 4), ()):
+        full = (*padding, *[0] * (4 - len(padding)))
+        expected = F.pad(F.silu(F.group_norm(x, 4, weight, bias, 1e-6)), full, mode)
+        y = turnout.group_norm_silu_pad(x, 4, weight, bias, padding=padding, mode=mode, eps=1e-6)
+        assert torch.equal(y, expected)
+        assert y.is_contiguous(memory_format=FORMATS[kind])
+
+
+def test_gradients_pass_the_border():
+    x, weight = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64)
+    for mode in ("replicate", "reflect", "constant"):
+        args = (2, weight, None, 1e-5, True, [1, 1, 2, 0], mode)
+        assert torch.autograd.gradcheck(lambda x, args=args: GROUP_NORM_SILU_PAD.opaque(x, *args), (x,))
+
+
+def test_hunyuans_border_is_written_by_the_route():
+    """Also of an x that is the inside of a buffer itself, and where no batch or no channels are there to normalise."""
+    x = torch.empty(1, 128, 33, 544, 960, dtype=torch.bfloat16, device="meta")
+    x = x.contiguous(memory_format=torch.channels_last_3d)
+    for given in (x, inside_border(x)):
+        verdict = turnout.explain(turnout.group_norm_silu_pad, given, 32, padding=(1, 1, 1, 1, 2, 0), device="h200")
+        assert verdict.chosen == "gapped-rows"
+    first = turnout.explain(turnout.group_norm_silu_pad, x.contiguous(), 32, padding=(1, 1, 1, 1, 2, 0), device="h200")
+    assert "side by side" in first.refused["gapped-rows"][0]
+
+
+def test_a_border_around_nothing():
+    empty = torch.zeros(2, 4, 0)
+    assert torch.equal(turnout.group_norm_silu_pad(empty, 2, padding=(1, 2), mode="constant"), torch.zeros(2, 4, 3))
+    assert turnout.group_norm_silu_pad(empty[:0], 2, padding=(1, 2), mode="constant").shape == (0, 4, 3)
+
+
+def test_a_call_with_a_border_under_fullgraph():
+    x, weight = torch.randn(1, 8, 2, 3, 4), torch.randn(8)
+
+    def step(x):
+        return turnout.group_norm_silu_pad(x, 2, weight, padding=(1, 1, 1, 1, 2, 0)) * 2
+
+    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(x), step(x))
+
+
 X = torch.zeros(2, 4, 5)
 
 
@@ -202,6 +250,12 @@ X = torch.zeros(2, 4, 5)
         (lambda: turnout.group_norm_silu(X, 3), "4 channels in 3 groups"),
         (lambda: turnout.group_norm_silu(X, 2, torch.ones(5)), r"it needs to be \[4\]"),
         (lambda: turnout.group_norm_silu(X, 2, out=torch.zeros(2, 4, 6)), "out is"),
+        (lambda: turnout.group_norm_silu_pad(X[..., 0], 2, padding=()), r"it needs to be \[B, C, W\]"),
+        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1, 1), mode="circular"), "mode is 'circular', it needs to be one of"),
+        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1,)), r"padding is \[1\], it needs to be numbers from 0 on"),
+        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1, 1, 1, 1)), r"padding is \[1, 1, 1, 1\]"),
+        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(-1, 1)), r"padding is \[-1, 1\]"),
+        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(5, 1), mode="reflect"), "smaller than its size"),
     ],
 )
 def test_what_does_not_fit_together_raises(call, message):

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
-from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, layout, work
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
 from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, planes_plan, rows_plan, two_launches
+from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape
+from turnout.ops.group_norm_silu.padded import work as padded_work
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -24,7 +26,7 @@ GAPPED_SHARE = 0.7  # of the bound, where positions have gaps
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
 
 
-def refuses_on_gpu(problem: GroupNormSilu, device: Device) -> Iterator[str]:
+def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
@@ -60,6 +62,15 @@ def refuses_sizes(each: int, positions: int) -> Iterator[str]:
         yield f"{positions} positions, this route needs fewer than {MOST_POSITIONS}"
 
 
+def refuses_padded(problem: GroupNormSiluPad, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    if not problem.rows:
+        yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
+    elif axes(problem.shape, problem.strides, problem.out_strides, problem.padding) is None:
+        yield f"x with strides {list(problem.strides)}, this route needs positions of at most three dimensions"
+    yield from refuses_sizes(problem.shape[1] // problem.groups, math.prod(problem.out_shape[2:]))
+
+
 def refuses_planes(problem: GroupNormSilu, device: Device) -> Iterator[str]:
     yield from refuses_on_gpu(problem, device)
     yield from refuses_layout(problem, "planes")
@@ -78,6 +89,13 @@ def gapped_cost(problem: GroupNormSilu, device: Device) -> float | None:
     return None if cost is None else cost * 0.75 / GAPPED_SHARE
 
 
+def padded_cost(problem: GroupNormSiluPad, device: Device) -> float | None:
+    """As `gapped_cost`."""
+    size = problem.elements * problem.dtype.itemsize
+    moving = device.seconds(padded_work(problem).bytes - (size if size < device.cache // 2 else 0))
+    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / GAPPED_SHARE)
+
+
 def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
     """What to try: in a large problem also twice as many programs."""
     return (first, 2 * first) if problem.elements >= LARGE else (first,)
@@ -93,7 +111,7 @@ def rows_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
     return [{"columns": together * each, "rows": rows, "unroll": unroll, "waves": waves, "walks": 4, "warps": 8} for unroll, waves in tried]
 
 
-def gapped_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
+def gapped_configs(problem: GroupNormSilu | GroupNormSiluPad, device: Device) -> list[Config]:
     """The tiles of `rows_configs`. Working out indices takes registers, so that 3 programs that apply the norm share a
     multiprocessor, 2 in float32: their number is one that both divide, and in a very large problem four times that,
     so that those which begin last end soon."""
@@ -169,6 +187,18 @@ def gapped_rows_into(
 
 
 _unpadded = functools.partial(gapped_plan, (), "constant")
+
+
+@GROUP_NORM_SILU_PAD.route("gapped-rows", refuses=refuses_padded, **{**GAPPED, "cost": padded_cost})
+def padded(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str,
+    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
+) -> Tensor:  # fmt: skip
+    batch, channels, *sizes = padded_shape(x.shape, padding)
+    out = torch.empty(batch, *sizes, channels, dtype=x.dtype, device=x.device).movedim(-1, 1)
+    plan = functools.partial(gapped_plan, tuple(padding), mode)
+    two_launches(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+    return out
 
 
 @GROUP_NORM_SILU.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU)
