@@ -27,6 +27,7 @@ from turnout.ops import (
     rms_norm_silu,
     selective_scan,
     selective_scan_update,
+    spatial_norm_silu,
     upsample_conv2d,
 )
 from turnout.routing.choose import Refused, Verdict
@@ -64,6 +65,7 @@ __all__ = [
     "routes",
     "selective_scan",
     "selective_scan_update",
+    "spatial_norm_silu",
     "tune",
     "upsample_conv2d",
 ]

@@ -78,3 +78,20 @@ def test_with_a_border(sizes, padding, mode):
     x = last(2, 6, *sizes)
     args = (x, 2, torch.randn(6), torch.randn(6), 1e-6, True, list(padding), mode)
     assert complaint("group_norm_silu_pad", "gapped-rows", args, **SMALL) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "small", "first_apart"),
+    [
+        ((3, 4, 6), (2, 2, 3), True),
+        ((1, 4, 2), (1, 1, 2), True),
+        ((4, 2, 5), (2, 2, 5), False),
+        ((5, 4), (3, 2), True),
+        ((6,), (2,), False),
+    ],
+)
+def test_scale_and_shift_of_blocks(sizes, small, first_apart):
+    """Channels of the shift come first: they are copied. The scale is in another dtype."""
+    x, scale, shift = last(2, 6, *sizes).half(), last(2, 6, *small), last(2, 6, *small).half().contiguous()
+    args = (x, 2, torch.randn(6).half(), None, scale, shift, 1e-6, True, first_apart)
+    assert complaint("spatial_norm_silu", "gapped-rows", args, **SMALL) is None

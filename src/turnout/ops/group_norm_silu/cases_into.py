@@ -33,9 +33,11 @@ def case(
 
 
 HUNYUAN = "HunyuanVideo VAE, 544 x 960, 33 frames"
-# Its norms, from the middle block to the last; that of 256 channels before the last stage is twice the largest of these.
+# Its norms, from the middle block to the last, of 5 latent frames: diffusers decodes them in tiles of that many unless
+# told otherwise. Then the largest in one piece.
 SHAPES = (
-    (1, 512, 9, 68, 120), (1, 512, 9, 136, 240), (1, 512, 17, 272, 480), (1, 256, 17, 272, 480), (1, 128, 33, 544, 960),
+    (1, 512, 5, 68, 120), (1, 512, 5, 136, 240), (1, 512, 9, 272, 480), (1, 256, 9, 272, 480), (1, 256, 17, 544, 960),
+    (1, 128, 17, 544, 960), (1, 128, 33, 544, 960),
 )  # fmt: skip
 
 CASES = [
@@ -45,8 +47,8 @@ CASES = [
     case("tiny inside a border", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4, place=inside_border),
     case("tiny from border to border", (1, 8, 2, 3, 5), LAST, torch.float16, groups=2, place=inside_border, gapped=True),
     *(case("inside a border", shape, LAST, place=inside_border) for shape in SHAPES),
-    case("inside a border", (1, 128, 17, 272, 480), LAST, torch.float32, place=inside_border),
-    case("from border to border", (1, 256, 17, 272, 480), LAST, place=inside_border, gapped=True),
+    case("inside a border", (1, 256, 9, 272, 480), LAST, torch.float32, place=inside_border),
+    case("from border to border", (1, 256, 9, 272, 480), LAST, place=inside_border, gapped=True),
 ]
 
 

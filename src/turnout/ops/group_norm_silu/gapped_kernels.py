@@ -2,6 +2,7 @@
 
 `gapped_moments`  moments of parts of each group, as `row_moments` leaves them, of an x whose positions have gaps
 `gapped_apply`    the norm of x into the inside of a larger tensor, or with a border of its own around it
+`spatial_apply`   the norm of x with a scale and a shift that blocks of positions share
 
 Positions are walked in the order of the output, [deep, high, wide]. A thread takes one position and a vector of its
 channels, so the indices of a position are worked out for each vector: by multiplication, since a division by a number
@@ -15,6 +16,7 @@ that the compiler does not know takes as long as all the rest of the norm.
 import triton
 import triton.language as tl
 
+from turnout.ops.common_kernels import silu
 from turnout.ops.group_norm_silu.kernels import (
     activated,
     channels_of,
@@ -38,6 +40,11 @@ _MOMENTS = ("P", "parts", "blocks", "xb", "xd", "xh", "xw", *_WALK)
 _APPLY = (
     "size", "P", "parts", "blocks", "programs", "xb", "xd", "xh", "xw", "yb", "yd", "yh", "yw", *_WALK,
     "x_deep", "x_high", "x_wide", "before_deep", "before_high", "before_wide",
+)  # fmt: skip
+_SPATIAL = (
+    "P", "parts", "blocks", "programs", "xb", "xd", "xh", "xw", "yb", "yd", "yh", "yw",
+    "sb", "sd", "sh", "sw", "tb", "td", "th", "tw", *_WALK,
+    "apart", "d_magic", "d_shift", "h_magic", "h_shift", "w_magic", "w_shift",
 )  # fmt: skip
 
 
@@ -207,3 +214,54 @@ def gapped_apply(
             into = py + at[:, None] + c[None, :]
             into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
             tl.store(into, value, mask=(p < P)[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=_SPATIAL)
+def spatial_apply(
+    x, partial, w, bias, scale, shift, y, eps,
+    P, G, parts, blocks, programs, xb, xd, xh, xw, yb, yd, yh, yw, sb, sd, sh, sw, tb, td, th, tw,
+    high, high_magic, high_shift, wide, wide_magic, wide_shift,
+    apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """As `gapped_apply` without a border, and with a scale and a shift for each block of positions and each channel.
+
+    scale, shift: steps s and t, channels side by side. apart: 1 where the first along the deep axis has values of its
+    own. The other magics and shifts divide by the number of positions that share a value along each axis.
+    """
+    pid = tl.program_id(0)
+    block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)
+    rough, rest, factor, offset = group_moments(
+        partial, w, bias, eps, b, block, P, G, parts, CG, GB, CB, PARTS, WEIGHT, BIAS
+    )  # fmt: skip
+    c, real = channels_of(block, G, CG, GB, CB)
+    lane = tl.arange(0, BP)
+    px, py, ps, pt = x + b * xb, y + b * yb, scale + b * sb, shift + b * tb
+    for start in range(walk * (BP * U), P, programs * (BP * U)):
+        tiles, scales, shifts = (), (), ()
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            ok = (p < P)[:, None] & real[None, :]
+            d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+            here = px + offsets(d, h, i, xd, xh, xw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            tiles = tiles + (tl.load(here, mask=ok, other=0.0),)
+            d = quotient(tl.maximum(d - apart, 0), d_magic, d_shift) + tl.minimum(d, apart)
+            h, i = quotient(h, h_magic, h_shift), quotient(i, w_magic, w_shift)
+            here = ps + offsets(d, h, i, sd, sh, sw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * scale.dtype.element_ty.primitive_bitwidth // 8))
+            scales = scales + (tl.load(here, mask=ok, other=0.0),)
+            here = pt + offsets(d, h, i, td, th, tw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * shift.dtype.element_ty.primitive_bitwidth // 8))
+            shifts = shifts + (tl.load(here, mask=ok, other=0.0),)
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+            value = ((tiles[u].to(tl.float32) - rough) - rest) * factor + offset
+            value = value * scales[u].to(tl.float32) + shifts[u].to(tl.float32)
+            if SILU:
+                value = silu(value, y.dtype.element_ty == tl.float32)
+            into = py + offsets(d, h, i, yd, yh, yw)[:, None] + c[None, :]
+            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+            tl.store(into, value.to(y.dtype.element_ty), mask=(p < P)[:, None] & real[None, :])

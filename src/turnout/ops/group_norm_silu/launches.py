@@ -12,7 +12,8 @@ from torch import Tensor
 
 from turnout.launch import launch
 from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.group_norm_silu import Axis, axes, positions
+from turnout.ops.group_norm_silu import MOST_AXES, Axis, axes, positions
+from turnout.ops.group_norm_silu.spatial import repeats
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.routing.device import Device
 
@@ -160,6 +161,57 @@ def gapped_plan(
     numbers = (size, walked, groups, parts, blocks, programs, *far, *walk_of(sizes), *x_sizes, *befores)
     apply = (kernels.gapped_apply, batch * programs * blocks, numbers, constants)
     return Plan(batch * parts * MOMENTS * groups, moments, apply)
+
+
+@functools.lru_cache(4096)
+def spatial_plan(
+    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int,
+    scale_shape: tuple[int, ...], scale_strides: tuple[int, ...], shift_strides: tuple[int, ...], first_apart: bool, units: int,
+    columns: int, rows: int, unroll: int, waves: int, walks: int,
+) -> Plan:  # fmt: skip
+    """Channels side by side in all tensors, and a scale and a shift for each block of positions. itemsize: of the widest
+    elements. The numbers of a tile are as in `rows_plan`."""
+    from turnout.ops.group_norm_silu.gapped_kernels import spatial_apply
+
+    # Moments are taken of x alone: four tiles of it at a time.
+    partial, moments, _ = gapped_plan(
+        (), "constant", shape, strides, out_strides, groups, itemsize, off, units, columns, rows, max(4, unroll), waves, walks
+    )  # fmt: skip
+    size, _, parts, blocks, *_ = moments[2]
+    programs = min(ceil_div(size, rows * unroll), max(1, units * walks // (shape[0] * blocks)))
+    ones, dims = MOST_AXES - (len(shape) - 2), range(2, len(shape))
+    # Of a picture or a line too, the first dimension is the deep axis, along which the first may be apart.
+    steps = [(step[0], step[2], *[0] * ones, *step[3:]) for step in (strides, out_strides, scale_strides, shift_strides)]
+    shares = [repeats(shape[dim], scale_shape[dim], int(first_apart and dim == 2)) for dim in dims]
+    divisors = [number for share in (shares[0], *[1] * ones, *shares[1:]) for number in reciprocal(share)]
+    vector = widest_vector(itemsize, off, moments[3]["V"], *[number for step in steps for number in step])
+    numbers = (
+        size, groups, parts, blocks, programs, *[number for step in steps for number in step],
+        *walk_of((shape[2], *[1] * ones, *shape[3:])), int(first_apart), *divisors,
+    )  # fmt: skip
+    constants = {**moments[3], "U": unroll, "V": vector, "PARTS": parts}
+    return Plan(partial, moments, (spatial_apply, shape[0] * programs * blocks, numbers, constants))
+
+
+def launch_spatial(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, out: Tensor, eps: float,
+    silu: bool, first_apart: bool, *tile: int, warps: int,
+) -> None:  # fmt: skip
+    """Launch what `spatial_plan` says. Where the channels of scale or shift are not side by side, copies are taken."""
+    scale, shift = (t if t.stride(1) == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift))
+    units, off = Device.of(x.device).units, misaligned(x, out, scale, shift)
+    itemsize = max(x.element_size(), scale.element_size(), shift.element_size())
+    size, moments, apply = spatial_plan(
+        x.shape, x.stride(), out.stride(), groups, itemsize, off, scale.shape, scale.stride(), shift.stride(), first_apart, units,
+        *tile,
+    )  # fmt: skip
+    partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    kernel, programs, numbers, constants = moments
+    launch(kernel, programs, (x, partial), numbers, constants, warps=warps)
+    kernel, programs, numbers, constants = apply
+    flags = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
+    tensors = (x, partial, *side_by_side(weight, bias), scale, shift, out)
+    launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps=warps)
 
 
 def two_launches(

@@ -13,9 +13,11 @@ from torch import Tensor
 from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
-from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, planes_plan, rows_plan, two_launches
+from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, launch_spatial, planes_plan, rows_plan, two_launches
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape
 from turnout.ops.group_norm_silu.padded import work as padded_work
+from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
+from turnout.ops.group_norm_silu.spatial import work as spatial_work
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -26,7 +28,7 @@ GAPPED_SHARE = 0.7  # of the bound, where positions have gaps
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
 
 
-def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad, device: Device) -> Iterator[str]:
+def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
@@ -71,6 +73,14 @@ def refuses_padded(problem: GroupNormSiluPad, device: Device) -> Iterator[str]:
     yield from refuses_sizes(problem.shape[1] // problem.groups, math.prod(problem.out_shape[2:]))
 
 
+def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_on_gpu(problem, device)
+    yield from needs.needs_half_or_single(scale=problem.scale_dtype, shift=problem.shift_dtype)
+    if problem.shape[1] == 1 or (problem.strides[1], problem.out_strides[1]) != (1, 1):
+        yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
+    yield from refuses_sizes(problem.shape[1] // problem.groups, math.prod(problem.shape[2:]))
+
+
 def refuses_planes(problem: GroupNormSilu, device: Device) -> Iterator[str]:
     yield from refuses_on_gpu(problem, device)
     yield from refuses_layout(problem, "planes")
@@ -94,6 +104,19 @@ def padded_cost(problem: GroupNormSiluPad, device: Device) -> float | None:
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(padded_work(problem).bytes - (size if size < device.cache // 2 else 0))
     return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / GAPPED_SHARE)
+
+
+def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
+    """As `gapped_cost`; a scale and a shift whose channels are not side by side are copied first."""
+    size, small = problem.elements * problem.dtype.itemsize, math.prod(problem.scale_shape)
+    copied = sum(
+        2 * small * dtype.itemsize
+        for dtype, strides in ((problem.scale_dtype, problem.scale_strides), (problem.shift_dtype, problem.shift_strides))
+        if strides[1] != 1
+    )
+    moving = device.seconds(spatial_work(problem).bytes + copied - (size if size < device.cache // 2 else 0))
+    host = 74e-6 if copied else 54e-6
+    return None if moving is None or device.type != "cuda" else max(host, 8e-6 + moving / GAPPED_SHARE)
 
 
 def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
@@ -125,6 +148,13 @@ def gapped_tiles(channels: int, groups: int, elements: int) -> list[Config]:
     if elements >= VERY_LARGE:
         tried = ((4, 2, 24), (4, 2, 6), (4, 3, 24), (6, 2, 24))
     return [{**tile, "unroll": unroll, "waves": waves, "walks": walks} for unroll, waves, walks in tried]
+
+
+def spatial_configs(problem: SpatialNormSilu, device: Device) -> list[Config]:
+    """Three tensors are asked for at once: two tiles of each are as many bytes in flight as four of one."""
+    tiles = gapped_tiles(problem.shape[1], problem.groups, problem.elements)
+    tried = [{**tile, "unroll": unroll} for unroll in (2, 4) for tile in tiles if tile["unroll"] == 4]
+    return tried if problem.elements >= LARGE else tried[:1]
 
 
 def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
@@ -198,6 +228,23 @@ def padded(
     out = torch.empty(batch, *sizes, channels, dtype=x.dtype, device=x.device).movedim(-1, 1)
     plan = functools.partial(gapped_plan, tuple(padding), mode)
     two_launches(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+    return out
+
+
+SPATIAL: Any = {
+    "cost": spatial_cost, "configs": spatial_configs,
+    "kernels": [*GAPPED["kernels"][:2], "turnout.ops.group_norm_silu.gapped_kernels:spatial_apply"],
+}  # fmt: skip
+
+
+@SPATIAL_NORM_SILU.route("gapped-rows", refuses=refuses_spatial, **{**GAPPED, **SPATIAL})
+def spatial(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    first_apart: bool,
+    *, columns: int = 64, rows: int = 32, unroll: int = 2, waves: int = 2, walks: int = 6, warps: int = 8,
+) -> Tensor:  # fmt: skip
+    out, tile = torch.empty_like(x), (columns, rows, unroll, waves, walks)
+    launch_spatial(x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps)
     return out
 
 
