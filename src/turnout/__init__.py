@@ -18,6 +18,7 @@ from turnout.ops import (
     dot,
     gated_add,
     group_norm_silu,
+    group_norm_silu_pad,
     inner,
     layer_norm_modulate,
     matmul,
@@ -26,6 +27,7 @@ from turnout.ops import (
     rms_norm_silu,
     selective_scan,
     selective_scan_update,
+    spatial_norm_silu,
     upsample_conv2d,
 )
 from turnout.routing.choose import Refused, Verdict
@@ -50,6 +52,7 @@ __all__ = [
     "explain",
     "gated_add",
     "group_norm_silu",
+    "group_norm_silu_pad",
     "inner",
     "layer_norm_modulate",
     "matmul",
@@ -62,6 +65,7 @@ __all__ = [
     "routes",
     "selective_scan",
     "selective_scan_update",
+    "spatial_norm_silu",
     "tune",
     "upsample_conv2d",
 ]

@@ -230,6 +230,21 @@ def _group_norm_silu(t):
     }
 
 
+def _group_norm_silu_pad(t):
+    yield {"x": t(2, 6, 3, 4), "groups": 3, "weight": t(6), "bias": t(6), "padding": [1, 1, 2, 0]}
+    yield {"x": t(1, 6, 2, 4, 3), "groups": 2, "eps": 1e-6, "silu": False, "padding": (1, 0, 2, 1), "mode": "constant"}
+    yield {"x": t(2, 6, 5), "groups": 2, "padding": (3, 4), "mode": "reflect"}
+
+
+def _spatial_norm_silu(t):
+    small = {"scale": t(2, 6, 3, 2), "shift": t(2, 6, 3, 2)}
+    yield {"x": t(2, 6, 3, 4), "groups": 3, "weight": t(6), "bias": t(6), **small}
+    small = {"scale": t(1, 6, 2, 2, 3), "shift": t(1, 6, 2, 2, 3)}
+    yield {
+        "x": t(1, 6, 3, 4, 3), "groups": 2, "weight": None, "bias": None, **small, "eps": 1e-6, "silu": False, "first_apart": True,
+    }  # fmt: skip
+
+
 def _attention(t):
     yield {"q": t(2, 4, 5, 8), "k": t(2, 2, 20, 8), "v": t(2, 2, 20, 8)}
     yield {"q": t(2, 2, 5, 8), "k": t(2, 2, 20, 8), "v": t(2, 2, 20, 8), "kv_lengths": [7, 20]}
@@ -258,10 +273,12 @@ def _sum(a, b):
 MAKERS: dict[str, Callable[[Made], Any]] = {
     "attention": _attention, "causal_conv1d": _causal_conv1d, "causal_conv1d_update": _causal_conv1d_update,
     "causal_conv3d": _causal_conv3d, "conv2d": _conv2d, "conv3d": _conv3d, "dot": _sum((64,), (64,)),
-    "gated_add": _gated_add, "group_norm_silu": _group_norm_silu, "inner": _sum((64,), (64,)),
+    "gated_add": _gated_add, "group_norm_silu": _group_norm_silu,
+    "group_norm_silu_pad": _group_norm_silu_pad, "inner": _sum((64,), (64,)),
     "layer_norm_modulate": _layer_norm_modulate, "matmul": _sum((1, 64), (64, 1)), "norm_rope": _norm_rope,
     "norm_rope_qk": _norm_rope_qk, "rms_norm_silu": _rms_norm_silu, "selective_scan": _selective_scan,
-    "selective_scan_update": _selective_scan_update, "upsample_conv2d": _upsample_conv2d,
+    "selective_scan_update": _selective_scan_update, "spatial_norm_silu": _spatial_norm_silu,
+    "upsample_conv2d": _upsample_conv2d,
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ import torch
 
 import turnout
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU
+from turnout.ops.group_norm_silu.cases import inside_border
+from turnout.routing.op import OPS
 from turnout.routing.verify import Trial, relative_error, truth
 
 pytestmark = pytest.mark.gpu
@@ -52,3 +54,43 @@ def test_more_than_2_31_elements(route):
     low, high = -(4 * share) / (16 * share * (1 - share)) ** 0.5, (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5
     for place, value in (((0, 0), low), ((-2, -1), low), ((-1, -1), high), ((-1, 0), high)):
         torch.testing.assert_close(found[0, :, place[0], place[1]].float(), torch.full((128,), value, device=CUDA), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("gapped", [False, True], ids=["dense", "gapped"])
+def test_groups_of_every_kind_inside_a_border(gapped, dtype):
+    """The border stays as it was, also where addresses are off a multiple of 16 bytes."""
+    op = OPS["group_norm_silu_into"]
+    for channels, groups in ((32, 32), (96, 32), (128, 32), (320, 32), (2560, 32), (30, 3), (64, 1), (7, 7)):
+        x = torch.randn(2, 3, 9, 11, channels, device=CUDA).to(dtype).movedim(-1, 1)
+        x = inside_border(x).copy_(x) if gapped else x
+        weight, bias = (torch.randn(channels, device=CUDA, dtype=dtype) for _ in range(2))
+        out = inside_border(x)
+        args, run = (x, groups, weight, bias, out, 1e-6, True), op.routes["gapped-rows"].run
+        assert Trial(op, args).complaint("close", run) is None, (channels, groups)
+        out._base.fill_(77)
+        run(*args)
+        assert not (out == 77).all()
+        out.fill_(77)
+        assert (out._base == 77).all()
+
+
+@pytest.mark.parametrize("name", ["group_norm_silu_into", "group_norm_silu_pad", "spatial_norm_silu"])
+def test_more_than_2_31_elements_with_gaps(name):
+    """The last frame is another one than all before: 4 in zeros."""
+    frames, height, width = 17, 1000, 1000
+    x = torch.zeros(1, frames, height, width, 128, device=CUDA, dtype=torch.bfloat16).movedim(-1, 1)
+    x[:, :, -1] = 4
+    share = 1 / frames
+    low, high = -(4 * share) / (16 * share * (1 - share)) ** 0.5, (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5
+    with turnout.pin(**{name: "gapped-rows"}):
+        if name == "group_norm_silu_into":
+            found = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False, out=inside_border(x))
+        elif name == "group_norm_silu_pad":
+            found = turnout.group_norm_silu_pad(x, 32, padding=(1, 1, 1, 1, 2, 0), eps=1e-6, silu=False)
+        else:
+            ones = torch.ones(1, 128, 2, 10, 10, device=CUDA, dtype=torch.bfloat16)
+            found = turnout.spatial_norm_silu(x, 32, None, None, ones, 0 * ones, eps=1e-6, silu=False, first_apart=True)
+    for place, value in (((0, 0, 0), low), ((-2, -1, -1), low), ((-1, 0, 0), high), ((-1, -1, -1), high)):
+        there = found[0, :, place[0], place[1], place[2]].float()
+        torch.testing.assert_close(there, torch.full((128,), value, device=CUDA), rtol=1e-2, atol=1e-3)

@@ -25,6 +25,8 @@ from turnout.ops.conv2d import conv2d
 from turnout.ops.conv3d import conv3d
 from turnout.ops.dot import dot
 from turnout.ops.group_norm_silu import group_norm_silu
+from turnout.ops.group_norm_silu.padded import group_norm_silu_pad
+from turnout.ops.group_norm_silu.spatial import spatial_norm_silu
 from turnout.ops.inner import inner
 from turnout.ops.layer_norm_modulate import gated_add, layer_norm_modulate
 from turnout.ops.matmul import matmul
@@ -44,6 +46,7 @@ __all__ = [
     "dot",
     "gated_add",
     "group_norm_silu",
+    "group_norm_silu_pad",
     "inner",
     "layer_norm_modulate",
     "matmul",
@@ -52,5 +55,6 @@ __all__ = [
     "rms_norm_silu",
     "selective_scan",
     "selective_scan_update",
+    "spatial_norm_silu",
     "upsample_conv2d",
 ]

@@ -127,12 +127,64 @@ def positions(shape: Sequence[int], strides: Sequence[int], out_strides: Sequenc
     return None if len(sizes) > 1 else Positions(sizes[0], x[0], out[0]) if sizes else Positions(1, 1, 1)
 
 
-def layout(problem: GroupNormSilu) -> Literal["rows", "planes", "strided"]:
-    """Which elements are side by side in x and in the output: channels, positions, or neither in both."""
+class Axis(NamedTuple):
+    """One dimension of the positions of a padded x: sizes of the output and of x, how many positions of the output
+    come before the first of x, and the steps from one to the next."""
+
+    size: int
+    x_size: int
+    before: int
+    x_step: int
+    out_step: int
+
+
+MOST_AXES = 3  # of positions that have gaps between them
+ONE = Axis(1, 1, 0, 0, 0)
+
+
+def axes(shape: Sequence[int], strides: Sequence[int], out_strides: Sequence[int], padding: Sequence[int] = ()) -> list[Axis] | None:
+    """All dimensions but batch and channels as three, the widest step of the output first; None where that are too few.
+
+    shape and strides are x's; padding is as in `torch.nn.functional.pad`, the last dimension first.
+
+    >>> axes((1, 4, 2, 3, 5), (120, 1, 60, 20, 4), (420, 1, 140, 28, 4))  # inside of one more pixel on each side
+    [Axis(size=2, x_size=2, before=0, x_step=60, out_step=140), Axis(size=3, x_size=3, before=0, x_step=20, out_step=28), \
+Axis(size=5, x_size=5, before=0, x_step=4, out_step=4)]
+    >>> axes((1, 4, 2, 3, 5), (120, 1, 60, 20, 4), (180, 1, 60, 20, 4), (0, 0, 0, 0, 1, 0))[1:]  # one more frame
+    [Axis(size=3, x_size=2, before=1, x_step=60, out_step=60), Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
+    """
+    befores, afters = list(reversed(padding[::2])), list(reversed(padding[1::2]))
+    missing = len(shape) - 2 - len(befores)
+    found = [
+        Axis(size + before + after, size, before, x_step, out_step)
+        for size, before, after, x_step, out_step in zip(
+            shape[2:], [0] * missing + befores, [0] * missing + afters, strides[2:], out_strides[2:], strict=True
+        )
+        if size + before + after != 1
+    ]
+    found.sort(key=lambda axis: -axis.out_step)
+    kept: list[Axis] = []
+    for axis in found:
+        outer = kept[-1] if kept else ONE
+        padded = outer.size != outer.x_size or axis.size != axis.x_size
+        steps = (axis.size * axis.x_step, axis.size * axis.out_step)
+        if kept and not padded and (outer.x_step, outer.out_step) == steps:
+            size = outer.size * axis.size
+            kept[-1] = Axis(size, size, 0, axis.x_step, axis.out_step)
+        else:
+            kept.append(axis)
+    return [ONE] * (MOST_AXES - len(kept)) + kept if len(kept) <= MOST_AXES else None
+
+
+def layout(problem: GroupNormSilu) -> Literal["rows", "gapped-rows", "planes", "strided"]:
+    """Which elements are side by side in x and in the output: channels, at positions that are one walk (rows) or have
+    gaps (gapped-rows); positions; or neither in both."""
     where = positions(problem.shape, problem.strides, problem.out_strides)
+    rows = problem.strides[1] == problem.out_strides[1] == 1 and problem.shape[1] > 1
     if where is None:
-        return "strided"
-    if problem.strides[1] == problem.out_strides[1] == 1 and problem.shape[1] > 1:
+        few = rows and axes(problem.shape, problem.strides, problem.out_strides) is not None
+        return "gapped-rows" if few else "strided"
+    if rows:
         return "rows"
     return "planes" if where.x_step == where.out_step == 1 else "strided"
 
@@ -141,6 +193,8 @@ def family(problem: GroupNormSilu) -> tuple[tuple, int]:
     """Problems that differ in the number of positions only, and that number."""
     batch, channels, *_ = problem.shape
     kind, dense = layout(problem), problem.strides == problem.out_strides
+    if kind == "gapped-rows":  # x may have gaps too, which is another kernel
+        dense = positions(problem.shape, problem.strides, problem.strides) is not None
     where = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
     return (where, batch, channels, *problem[3:]), problem.elements // max(batch * channels, 1)
 
@@ -151,7 +205,8 @@ def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
     if device.type == "cuda":
         groups = max(1, problem.shape[0] * problem.groups)
         moments = problem.elements / groups / 1.1e9 * -(-groups // (2 * device.units))
-        passes = device.seconds(problem.elements * problem.dtype.itemsize * (10 if layout(problem) == "rows" else 6))
+        copied = layout(problem) in ("rows", "gapped-rows")
+        passes = device.seconds(problem.elements * problem.dtype.itemsize * (10 if copied else 6))
         return None if passes is None else max(36e-6, moments + passes)
     if device.type == "cpu":
         return 40e-6 + problem.elements * 2e-9

@@ -1,0 +1,267 @@
+"""Triton kernels of group_norm_silu for channels that are side by side at positions with gaps between them.
+
+`gapped_moments`  moments of parts of each group, as `row_moments` leaves them, of an x whose positions have gaps
+`gapped_apply`    the norm of x into the inside of a larger tensor, or with a border of its own around it
+`spatial_apply`   the norm of x with a scale and a shift that blocks of positions share
+
+Positions are walked in the order of the output, [deep, high, wide]. A thread takes one position and a vector of its
+channels, so the indices of a position are worked out for each vector: by multiplication, since a division by a number
+that the compiler does not know takes as long as all the rest of the norm.
+"""
+
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportIndexIssue=false
+# ruff: noqa: RET505, RUF005
+
+import triton
+import triton.language as tl
+
+from turnout.ops.common_kernels import silu
+from turnout.ops.group_norm_silu.kernels import (
+    activated,
+    channels_of,
+    combined,
+    inverse_root,
+    lane_moments,
+    part_of,
+    spread,
+)
+
+# How what is outside of x is made, as in torch.nn.functional.pad.
+NOTHING = tl.constexpr(0)
+CONSTANT = tl.constexpr(1)
+REPLICATE = tl.constexpr(2)
+REFLECT = tl.constexpr(3)
+
+# Numbers that differ between the stages of one model: no code of its own for each. Not the number of groups: that 16
+# divides it lets the compiler see that a mask of channels is the same for a whole vector.
+_WALK = ("high", "high_magic", "high_shift", "wide", "wide_magic", "wide_shift")
+_MOMENTS = ("P", "parts", "blocks", "xb", "xd", "xh", "xw", *_WALK)
+_APPLY = (
+    "size", "P", "parts", "blocks", "programs", "xb", "xd", "xh", "xw", "yb", "yd", "yh", "yw", *_WALK,
+    "x_deep", "x_high", "x_wide", "before_deep", "before_high", "before_wide",
+)  # fmt: skip
+_SPATIAL = (
+    "P", "parts", "blocks", "programs", "xb", "xd", "xh", "xw", "yb", "yd", "yh", "yw",
+    "sb", "sd", "sh", "sw", "tb", "td", "th", "tw", *_WALK,
+    "apart", "d_magic", "d_shift", "h_magic", "h_shift", "w_magic", "w_shift",
+)  # fmt: skip
+
+
+@triton.jit
+def quotient(n, magic, shift):
+    """n // divisor for 0 <= n < 2**31, from what `launches.reciprocal` says of the divisor."""
+    return (tl.umulhi(n.to(tl.uint32) * 2, magic.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
+
+
+@triton.jit
+def indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift):
+    """Position p of [deep, high, wide] as an index along each."""
+    line = quotient(p, wide_magic, wide_shift)
+    d = quotient(line, high_magic, high_shift)
+    return d, line - d * high, p - line * wide
+
+
+@triton.jit
+def offsets(d, h, w, step_d, step_h, step_w):
+    """Where positions begin, in 64 bits."""
+    at = d.to(tl.int64) * tl.cast(step_d, tl.int64) + h.to(tl.int64) * tl.cast(step_h, tl.int64)
+    return at + w.to(tl.int64) * tl.cast(step_w, tl.int64)
+
+
+@triton.jit
+def source(i, before, size, PAD: tl.constexpr):
+    """Which of `size` values stands at index i of an axis with `before` values in front of the first."""
+    i = i - before
+    if PAD == REFLECT:
+        i = tl.where(i < 0, -i, i)
+        return tl.where(i >= size, 2 * (size - 1) - i, i)
+    else:
+        return tl.minimum(tl.maximum(i, 0), size - 1)
+
+
+@triton.jit
+def is_inside(i, before, size):
+    return (i >= before) & (i < before + size)
+
+
+@triton.jit
+def group_moments(
+    partial, w, bias, eps, b, block, size, G, parts,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Mean (rough and rest), scale and shift of each column of GB groups [1, GB * CB], from the moments of all parts
+    of `size` positions."""
+    part = tl.arange(0, PARTS)
+    g = block * GB + tl.arange(0, GB)
+    first, last = part_of(size, part, parts)
+    counts = tl.where((part < parts)[:, None] & (g < G)[None, :], ((last - first) * CG)[:, None], 0).to(tl.float32)
+    found = partial + (b * parts + part)[:, None] * 3 * G + g[None, :]
+    rough = tl.load(found, mask=counts > 0, other=0.0)
+    rest = tl.load(found + G, mask=counts > 0, other=0.0)
+    squares = tl.load(found + 2 * G, mask=counts > 0, other=0.0)
+    rough, rest, squares, count = combined(rough, rest, squares, counts, 0, True)  # [1, GB]
+
+    c, real = channels_of(block, G, CG, GB, CB)
+    scale = spread(inverse_root(squares, count, eps), GB, CB)
+    shift = tl.zeros((GB * CB,), tl.float32)
+    if WEIGHT:
+        scale *= tl.load(w + c, mask=real, other=0.0).to(tl.float32)
+    if BIAS:
+        shift += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
+    return spread(rough, GB, CB)[None, :], spread(rest, GB, CB)[None, :], scale[None, :], shift[None, :]
+
+
+@triton.jit(do_not_specialize=_MOMENTS)
+def gapped_moments(
+    x, partial, P, G, parts, blocks, xb, xd, xh, xw,
+    high, high_magic, high_shift, wide, wide_magic, wide_shift,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """partial [batch, parts, 3, G]. A program: one part of the P positions, GB groups; U tiles [BP, GB * CB] at a time."""
+    pid = tl.program_id(0)
+    block, part, b = pid % blocks, pid // blocks % parts, (pid // blocks // parts).to(tl.int64)
+    first, last = part_of(P, part, parts)
+    c, real = channels_of(block, G, CG, GB, CB)
+    lane = tl.arange(0, BP)
+    rows = last - first
+    px = x + b * xb
+    d, h, w = indices(first + lane, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+    pivot_at = px + offsets(d, h, w, xd, xh, xw)[:, None] + c[None, :]
+    pivot_at = tl.multiple_of(pivot_at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+    pivot = tl.load(pivot_at, mask=(lane < rows)[:, None] & real[None, :], other=0.0).to(tl.float32)
+    total = tl.zeros((BP, GB * CB), tl.float32)
+    squares = tl.zeros((BP, GB * CB), tl.float32)
+    for start in range(0, rows, BP * U):
+        tiles = ()
+        for u in tl.static_range(U):
+            row = start + u * BP + lane
+            d, h, w = indices(first + row, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+            at = px + offsets(d, h, w, xd, xh, xw)[:, None] + c[None, :]
+            at = tl.multiple_of(at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            tiles = tiles + (tl.load(at, mask=(row < rows)[:, None] & real[None, :], other=0.0),)
+        for u in tl.static_range(U):
+            ok = (start + u * BP + lane < rows)[:, None] & real[None, :]
+            away = tl.where(ok, tiles[u].to(tl.float32) - pivot, 0.0)
+            total += away
+            squares += away * away
+
+    count = ((rows - lane + BP - 1) // BP)[:, None]  # rows of each lane
+    rest, squares = lane_moments(total, squares, count)
+    counts = tl.where(real[None, :] & (count > 0), count, 0).to(tl.float32)
+    rough, rest, squares, counts = combined(pivot, rest, squares, counts, 0, True)  # [1, GB * CB]
+    rough, rest = tl.reshape(rough, (GB, CB)), tl.reshape(rest, (GB, CB))
+    squares, counts = tl.reshape(squares, (GB, CB)), tl.reshape(counts, (GB, CB))
+    rough, rest, squares, _ = combined(rough, rest, squares, counts, 1, True)
+    g = (block * GB + tl.arange(0, GB))[:, None]
+    into = partial + (b * parts + part) * 3 * G + g
+    tl.store(into, rough, mask=g < G)
+    tl.store(into + G, rest, mask=g < G)
+    tl.store(into + 2 * G, squares, mask=g < G)
+
+
+@triton.jit(do_not_specialize=_APPLY)
+def gapped_apply(
+    x, partial, w, bias, y, eps,
+    size, P, G, parts, blocks, programs, xb, xd, xh, xw, yb, yd, yh, yw,
+    high, high_magic, high_shift, wide, wide_magic, wide_shift,
+    x_deep, x_high, x_wide, before_deep, before_high, before_wide,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    PARTS: tl.constexpr, X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, PAD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """A program combines the moments of GB groups once and takes every `programs`-th U tiles of the output's P positions.
+
+    size: positions of x, [x_deep, x_high, x_wide]. PAD: how the positions of the output come from them.
+    X_ROWS, Y_ROWS: positions are `xw` or `yw` apart, without gaps.
+    """
+    pid = tl.program_id(0)
+    block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)
+    rough, rest, scale, shift = group_moments(
+        partial, w, bias, eps, b, block, size, G, parts, CG, GB, CB, PARTS, WEIGHT, BIAS
+    )  # fmt: skip
+    c, real = channels_of(block, G, CG, GB, CB)
+    lane = tl.arange(0, BP)
+    px, py = x + b * xb, y + b * yb
+    for start in range(walk * (BP * U), P, programs * (BP * U)):
+        tiles = ()
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            if X_ROWS:
+                at = p.to(tl.int64) * tl.cast(xw, tl.int64)
+            else:
+                d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+                if PAD != NOTHING:
+                    d = source(d, before_deep, x_deep, PAD)
+                    h = source(h, before_high, x_high, PAD)
+                    i = source(i, before_wide, x_wide, PAD)
+                at = offsets(d, h, i, xd, xh, xw)
+            here = px + at[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            tiles = tiles + (tl.load(here, mask=(p < P)[:, None] & real[None, :], other=0.0),)
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            value = activated(tiles[u].to(tl.float32), rough, rest, scale, shift, SILU, y.dtype.element_ty)
+            if Y_ROWS and PAD != CONSTANT:
+                at = p.to(tl.int64) * tl.cast(yw, tl.int64)
+            else:
+                d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+                at = offsets(d, h, i, yd, yh, yw)
+                if PAD == CONSTANT:
+                    inside = is_inside(d, before_deep, x_deep) & is_inside(h, before_high, x_high)
+                    inside = inside & is_inside(i, before_wide, x_wide)
+                    value = tl.where(inside[:, None], value, 0.0).to(y.dtype.element_ty)
+            into = py + at[:, None] + c[None, :]
+            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+            tl.store(into, value, mask=(p < P)[:, None] & real[None, :])
+
+
+@triton.jit(do_not_specialize=_SPATIAL)
+def spatial_apply(
+    x, partial, w, bias, scale, shift, y, eps,
+    P, G, parts, blocks, programs, xb, xd, xh, xw, yb, yd, yh, yw, sb, sd, sh, sw, tb, td, th, tw,
+    high, high_magic, high_shift, wide, wide_magic, wide_shift,
+    apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """As `gapped_apply` without a border, and with a scale and a shift for each block of positions and each channel.
+
+    scale, shift: steps s and t, channels side by side. apart: 1 where the first along the deep axis has values of its
+    own. The other magics and shifts divide by the number of positions that share a value along each axis.
+    """
+    pid = tl.program_id(0)
+    block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)
+    rough, rest, factor, offset = group_moments(
+        partial, w, bias, eps, b, block, P, G, parts, CG, GB, CB, PARTS, WEIGHT, BIAS
+    )  # fmt: skip
+    c, real = channels_of(block, G, CG, GB, CB)
+    lane = tl.arange(0, BP)
+    px, py, ps, pt = x + b * xb, y + b * yb, scale + b * sb, shift + b * tb
+    for start in range(walk * (BP * U), P, programs * (BP * U)):
+        tiles, scales, shifts = (), (), ()
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            ok = (p < P)[:, None] & real[None, :]
+            d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+            here = px + offsets(d, h, i, xd, xh, xw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            tiles = tiles + (tl.load(here, mask=ok, other=0.0),)
+            d = quotient(tl.maximum(d - apart, 0), d_magic, d_shift) + tl.minimum(d, apart)
+            h, i = quotient(h, h_magic, h_shift), quotient(i, w_magic, w_shift)
+            here = ps + offsets(d, h, i, sd, sh, sw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * scale.dtype.element_ty.primitive_bitwidth // 8))
+            scales = scales + (tl.load(here, mask=ok, other=0.0),)
+            here = pt + offsets(d, h, i, td, th, tw)[:, None] + c[None, :]
+            here = tl.multiple_of(here, (1, V * shift.dtype.element_ty.primitive_bitwidth // 8))
+            shifts = shifts + (tl.load(here, mask=ok, other=0.0),)
+        for u in tl.static_range(U):
+            p = start + u * BP + lane
+            d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)
+            value = ((tiles[u].to(tl.float32) - rough) - rest) * factor + offset
+            value = value * scales[u].to(tl.float32) + shifts[u].to(tl.float32)
+            if SILU:
+                value = silu(value, y.dtype.element_ty == tl.float32)
+            into = py + offsets(d, h, i, yd, yh, yw)[:, None] + c[None, :]
+            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+            tl.store(into, value.to(y.dtype.element_ty), mask=(p < P)[:, None] & real[None, :])
