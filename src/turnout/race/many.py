@@ -124,7 +124,7 @@ class Plan:
             which = f"{i + 1} of {len(self.entries)}: " if len(self.entries) > 1 else ""
             seconds = self.seconds if left is None else min(self.seconds, left)
             yield self._one(entry, seconds, functools.partial(on_progress, f"{which}{entry.title}"))
-            _forget(self.device)
+            self._forget()
 
     def _one(self, entry: Entry, seconds: float, on_progress: Callable[[str], object]) -> Outcome:
         options: dict[str, Any] = {
@@ -140,6 +140,14 @@ class Plan:
         if self.out is not None:
             keep_row(found.row(), self.path(), "what", "dtype")
         return Outcome(entry, found, found.headline())
+
+    def _forget(self) -> None:
+        """Give memory back before the next model comes."""
+        if self.compiled:
+            torch.compiler.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def path(self) -> Path:
         """The file of rows for this device."""
@@ -168,11 +176,3 @@ def _in_a_line(failure: BaseException) -> str:
     at = "" if isinstance(failure, ValueError) else f" (in {last.name}, {Path(last.filename).name}:{last.lineno})"
     name = "" if isinstance(failure, ValueError) else f"{type(failure).__name__}: "
     return f"{name}{lines[0] if lines else 'no message'}{at}"
-
-
-def _forget(device: torch.device) -> None:
-    """Give memory back before the next model comes."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

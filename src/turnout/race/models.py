@@ -166,10 +166,15 @@ def _ratios(model: Any) -> tuple[int, int]:
     """How many pixels a side, and how many frames, one latent stands for."""
     config = model.config
     halved = 2 ** (len(config.get("block_out_channels") or config.get("dim_mult")) - 1)
-    ratio = getattr(model, "spatial_compression_ratio", None)
-    space = config.get("scale_factor_spatial") or (ratio if isinstance(ratio, int) else halved)
-    frames = getattr(model, "temporal_compression_ratio", None) or config.get("temporal_compression_ratio")
-    return space, config.get("scale_factor_temporal") or frames or 4
+
+    def first(*names: str, default: int) -> int:
+        said = next((config[name] for name in names if config.get(name)), None)
+        return said or next((vars(model)[name] for name in names if vars(model).get(name)), default)
+
+    return (
+        first("scale_factor_spatial", "spatial_compression_ratio", default=halved),
+        first("scale_factor_temporal", "temporal_compression_ratio", default=4),
+    )
 
 
 def _decode(axes: Sequence[str], video: bool) -> Callable[[Any, Settings], Call]:

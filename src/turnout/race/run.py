@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 import time
@@ -143,8 +144,9 @@ class Race:
             "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None, "verdict": self.verdict,
             "lanes": {name: lane.figures() for name, lane in self.lanes.items()},
             "compiled": (self.compiled or "model") if COMPILED in self.lanes else None,
-            "routes": [asdict(share) for share in self.routes()], "kinds_ms": kinds, "patched": len(self.report.patched), "weights": self.weights,
-            "versions": self.versions, "machine": self.machine, "date": self.date, "commit": self.commit,
+            "routes": [asdict(share) for share in self.routes()], "kinds_ms": kinds,
+            "patched": len(self.report.patched), "weights": self.weights, "versions": self.versions,
+            "machine": self.machine, "date": self.date, "commit": self.commit,
         }  # fmt: skip
 
     def kinds_ms(self, lane: str) -> dict[str, float]:
@@ -227,9 +229,12 @@ class _Contestant:
     """One model that takes the shape of each lane in turn: its weights are in memory once."""
 
     def __init__(self, model: Any, call: Callable[[Any], Tensor], racer: Racer, numerics: str | None, backend: Any) -> None:
-        self.model, self.call, self.numerics = model, call, numerics
+        self.model, self.call, self.numerics, self.backend = model, call, numerics, backend
         self.module = model.get_submodule(racer.compiled)
-        self.compiled_forward = torch.compile(self.module.forward, backend=backend)
+
+    @functools.cached_property
+    def compiled_forward(self) -> Callable[..., Any]:
+        return torch.compile(self.module.forward, backend=self.backend)
 
     @contextlib.contextmanager
     def prepared(self, lane: str) -> Iterator[Callable[[], Tensor]]:
