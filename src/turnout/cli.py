@@ -338,7 +338,10 @@ def race(
     seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
     budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
     missing: Annotated[bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")] = False,
-    profile: Annotated[bool, typer.Option(help="One more call of each under the profiler: kinds of kernels, routes.")] = True,
+    profile: Annotated[
+        bool,
+        typer.Option(help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."),
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG.")] = None,
     json: Json = False,

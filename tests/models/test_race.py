@@ -158,7 +158,7 @@ def test_a_model_that_cannot_be_compiled_still_races():
     def backend(graph, inputs):
         raise RuntimeError("no compiler today\nand a second line")
 
-    found = race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, compiled=True, profiled=False, backend=backend)
+    found = race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, compiled=True, profiled=(), backend=backend)
     row = found.row()
     assert "no compiler today" in row["lanes"][COMPILED]["failed"]
     assert row["speedup"] > 0
@@ -216,7 +216,7 @@ def test_lanes_take_turns(monkeypatch):
         return keep(self, lane)
 
     monkeypatch.setattr(_Contestant, "prepared", prepared)
-    race("flux-vae", "tiny", torch.float32, CPU, rounds=4, seconds=60, profiled=False)
+    race("flux-vae", "tiny", torch.float32, CPU, rounds=4, seconds=60, profiled=())
     assert order == [STOCK, ACCELERATED, ACCELERATED, STOCK, STOCK, ACCELERATED, ACCELERATED, STOCK]
 
 
@@ -595,7 +595,7 @@ def test_packages_that_are_too_old_or_broken(monkeypatch):
         raise ImportError("libcudart.so.99 is missing\nmore")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(ValueError, match="diffusers is installed, but cannot be imported: libcudart.so.99 is missing$"):
+    with pytest.raises(ValueError, match=r"diffusers is installed, but cannot be imported: libcudart\.so\.99 is missing$"):
         racer.load_class()
 
 

@@ -32,7 +32,8 @@ def cores() -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The machine as a row of JSON has it: `cpu`, `cores`, `threads` of torch, `card` and `driver` (None without one)."""
+    """The machine as a row of JSON has it: `cpu`, `cores`, `threads` of torch, `card` and `driver` (None
+    without one)."""
     on_gpu = device.type == "cuda"
     return {
         "cpu": processor(),
@@ -51,7 +52,8 @@ def now() -> str:
 def in_words(found: dict[str, Any], software: dict[str, str], date: str, code: str | None) -> str:
     """One line for a reader.
 
-    >>> in_words({"cpu": "EPYC", "cores": 2, "threads": 1, "card": None, "driver": None}, {"torch": "2.13.0"}, "2026-03-01", "abc")
+    >>> host = {"cpu": "EPYC", "cores": 2, "threads": 1, "card": None, "driver": None}
+    >>> in_words(host, {"torch": "2.13.0"}, "2026-03-01", "abc")
     'EPYC, 2 cores, 1 thread; torch 2.13.0; 2026-03-01; commit abc'
     """
     threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"

@@ -17,7 +17,7 @@ import torch
 
 from turnout.bench.sweep import commit, keep_row
 from turnout.race.models import Racer, check_weights, racer_named, size_named
-from turnout.race.run import Race, race
+from turnout.race.run import ACCELERATED, COMPILED, STOCK, Race, race
 from turnout.routing import versions
 from turnout.routing.device import Device
 
@@ -55,15 +55,22 @@ class Outcome:
         """One line of JSON."""
         if self.race is not None:
             return self.race.row()
-        return {"model": self.entry.name, "size": self.entry.size, "dtype": self.entry.dtype_name, "failed": self.said}
+        return {
+            "model": self.entry.name,
+            "size": self.entry.size,
+            "dtype": self.entry.dtype_name,
+            "failed": self.said,
+        }
 
 
 def entries(
-    names: list[str], size: str, dtype: str | None, device: torch.device, to_dtype: Callable[[str], torch.dtype],
+    names: list[str], size: str, dtype: str | None, device: torch.device,
+    to_dtype: Callable[[str], torch.dtype],
     weights: Path | None = None,
 ) -> list[Entry]:  # fmt: skip
-    """The races that were asked for. Raises ValueError if one of them cannot be run: a name or a size that is not
-    known, a package that is not installed, a folder that holds no such weights. Nothing is built for that.
+    """The races that were asked for. Raises ValueError if one of them cannot be run: a name or a size that is
+    not known, a package that is not installed, a folder that holds no such weights. Nothing is built for
+    that.
 
     One model runs in its first dtype; several, in all that each is raced in on this kind of device.
     """
@@ -127,9 +134,12 @@ class Plan:
             self._forget()
 
     def _one(self, entry: Entry, seconds: float, on_progress: Callable[[str], object]) -> Outcome:
+        # Thousands of small kernels take the profiler longer than the race: of many models, the one with
+        # routes
+        lanes = (STOCK, ACCELERATED, COMPILED) if len(self.entries) == 1 else (ACCELERATED,)
         options: dict[str, Any] = {
             "weights": self.weights, "numerics": self.numerics, "rounds": self.rounds, "seconds": seconds,
-            "compiled": self.compiled, "profiled": self.profiled, "on_progress": on_progress,
+            "compiled": self.compiled, "profiled": lanes if self.profiled else (), "on_progress": on_progress,
         }  # fmt: skip
         try:
             found = race(entry.name, entry.size, entry.dtype, self.device, **options)
@@ -155,7 +165,8 @@ class Plan:
         return self.out / Device.of(self.device).slug / "race.jsonl"
 
     def _done(self) -> set[tuple[str, str]]:
-        """What has a row of this code and this Triton, by description and dtype; with `compiled`, one of that lane."""
+        """What has a row of this code and this Triton, by description and dtype; with `compiled`, one of that
+        lane."""
         if self.out is None or not self.path().exists():
             return set()
         mine = versions.minor(versions.triton()) if self.device.type == "cuda" else None
@@ -173,6 +184,7 @@ def _in_a_line(failure: BaseException) -> str:
     """What a failure says, and where it happened: rows of many models have no room for a traceback."""
     lines = str(failure).strip().splitlines()
     last = traceback.extract_tb(failure.__traceback__)[-1]
-    at = "" if isinstance(failure, ValueError) else f" (in {last.name}, {Path(last.filename).name}:{last.lineno})"
-    name = "" if isinstance(failure, ValueError) else f"{type(failure).__name__}: "
-    return f"{name}{lines[0] if lines else 'no message'}{at}"
+    said = lines[0] if lines else "no message"
+    if isinstance(failure, ValueError):  # of what was asked for: the message says it all
+        return said
+    return f"{type(failure).__name__}: {said} (in {last.name}, {Path(last.filename).name}:{last.lineno})"

@@ -1,4 +1,5 @@
-"""What may race: every model that is known, in three sizes, with random weights or those of a folder, and one call of each."""
+"""What may race: every model that is known, in three sizes, with random weights or those of a folder, and one
+call of each."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from turnout.race import configs
 
 Call = Callable[[Any], Tensor]
-VOCABULARY = 1024  # of every state-space model: its head is one plain matrix product, and the logits stay small
+VOCABULARY = 1024  # of every state-space model: its head is one plain product, and the logits stay small
 
 
 class Settings(NamedTuple):
@@ -30,12 +31,16 @@ class Settings(NamedTuple):
     weights: Path | None = None
 
 
+MakeCall = Callable[[Any, Settings], Call]
+
+
 @dataclass(frozen=True)
 class Racer:
-    """A model by name: its class, its sizes (the last one is the full one) and configurations, and the call to make.
+    """A model by name: its class, its sizes (the last one is the full one) and configurations, and the call
+    to make.
 
-    `compiled` names the submodule that the call runs, and that torch.compile is therefore given: "decoder" for a
-    VAE's `decode`, "" for the model itself.
+    `compiled` names the submodule that the call runs, and that torch.compile is therefore given: "decoder"
+    for a VAE's `decode`, "" for the model itself.
     """
 
     title: str
@@ -43,7 +48,7 @@ class Racer:
     model: str  # the class
     sizes: dict[str, tuple[int, ...]]
     configs: dict[str, configs.Config]  # by size
-    call: Callable[[Any, Settings], Call]
+    call: MakeCall
     axes: str = ""  # what the numbers of a size are
     part: str = ""  # its folder in a pipeline's
     compiled: str = ""
@@ -56,7 +61,8 @@ class Racer:
         return f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
 
     def default_dtype(self, device: torch.device) -> str:
-        """The first dtype of this race; on a CPU, where half-precision kernels are slow or missing, bfloat16."""
+        """The first dtype of this race; on a CPU, where half-precision kernels are slow or missing,
+        bfloat16."""
         return "bfloat16" if device.type == "cpu" and self.dtypes[0] == "float16" else self.dtypes[0]
 
     def load_class(self) -> Any:
@@ -75,7 +81,13 @@ class Racer:
         # torch's own `to`: diffusers' tells us that its models know better which parts stay in float32
         return torch.nn.Module.to(model, settings.device, settings.dtype).eval().requires_grad_(False)
 
-    def make(self, size: str, dtype: torch.dtype, device: torch.device, weights: Path | None = None) -> tuple[Any, Call]:
+    def make(
+        self,
+        size: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: Path | None = None,
+    ) -> tuple[Any, Call]:
         """The model of a size, and the call to make of it."""
         settings = Settings(self.sizes[size], dtype, device, weights)
         model = self.build(size, settings)
@@ -91,7 +103,8 @@ class Racer:
 
 
 def racer_named(name: str) -> Racer:
-    """The race of that name. Raises ValueError with the nearest name, and all of them, where there is none."""
+    """The race of that name. Raises ValueError with the nearest name, and all of them, where there is
+    none."""
     if name in RACERS:
         return RACERS[name]
     near = difflib.get_close_matches(name, RACERS, n=1, cutoff=0.5)
@@ -100,7 +113,8 @@ def racer_named(name: str) -> Racer:
 
 
 def size_named(name: str, size: str, device: torch.device) -> str:
-    """A size of a model; "" is the full one on a GPU, the small one on a CPU. Raises ValueError where it has no such size."""
+    """A size of a model; "" is the full one on a GPU, the small one on a CPU. Raises ValueError where it has
+    no such size."""
     sizes = racer_named(name).sizes
     size = size or ("full" if device.type == "cuda" else "small")
     if size not in sizes:
@@ -114,11 +128,14 @@ def check_weights(folder: Path, racer: Racer) -> None:
     The folder is the model's own, with a config.json, or a pipeline's, with the model in its part of it.
     """
     if not folder.is_dir():
-        raise ValueError(f"--weights {folder}: there is no such folder; give one with a config.json, or a pipeline's")
-    found = next((path for path in (folder / racer.part / "config.json", folder / "config.json") if path.is_file()), None)
+        raise ValueError(f"--weights {folder}: there is no such folder; give a model's or a pipeline's")
+    found = next(
+        (path for path in (folder / racer.part / "config.json", folder / "config.json") if path.is_file()),
+        None,
+    )
     if found is None:
         inner = f", and no {racer.part}/config.json" if racer.part else ""
-        raise ValueError(f"--weights {folder}: it has no config.json{inner}; give a model's or a pipeline's folder")
+        raise ValueError(f"--weights {folder}: it has no config.json{inner}; give a model's or a pipeline's")
     try:
         said = json.loads(found.read_text(encoding="utf-8"))
         names = [said["_class_name"]] if "_class_name" in said else said.get("architectures", [])
@@ -129,7 +146,8 @@ def check_weights(folder: Path, racer: Racer) -> None:
 
 
 def _package(name: str, wanted: str = "") -> Any:
-    """An imported package. Raises ValueError where it is missing or cannot be imported, or has no such class."""
+    """An imported package. Raises ValueError where it is missing or cannot be imported, or has no such
+    class."""
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"this race needs {name}, which is not installed; pip install {name}")
     try:
@@ -137,8 +155,12 @@ def _package(name: str, wanted: str = "") -> Any:
         if wanted and not hasattr(package, wanted):
             version = getattr(package, "__version__", "as installed")
             raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
-    except (ImportError, RuntimeError) as failure:  # what these packages raise where something they need is missing
-        raise ValueError(f"{name} is installed, but cannot be imported: {str(failure).splitlines()[0]}") from failure
+    except (
+        ImportError,
+        RuntimeError,
+    ) as failure:  # what these packages raise where something they need is missing
+        said = " ".join(str(failure).split("\n")[:1])
+        raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
     return package
 
 
@@ -149,7 +171,7 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
         return cls.from_pretrained(source, torch_dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as failure:
         said = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        raise ValueError(f"--weights {folder}: the {cls.__name__} in it cannot be loaded: {said}") from failure
+        raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {said}") from failure
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
@@ -157,7 +179,8 @@ def _random(settings: Settings, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 
-# ---- VAEs: what they are called with follows from their own configuration, so that any folder of weights may race
+# ---- VAEs: what they are called with follows from their own configuration, so that any folder of weights may
+# race
 
 IMAGE, VIDEO, IMAGES = ("height", "width"), ("height", "width", "frames"), ("images", "height", "width")
 
@@ -177,15 +200,19 @@ def _ratios(model: Any) -> tuple[int, int]:
     )
 
 
-def _decode(axes: Sequence[str], video: bool) -> Callable[[Any, Settings], Call]:
+def _decode(axes: Sequence[str], video: bool) -> MakeCall:
     """Decode random latents, `[B, C, H, W]`, of a video's VAE `[B, C, T, H, W]`."""
 
     def make(model: Any, settings: Settings) -> Call:
         size = dict(zip(axes, settings.size, strict=True))
         space, time = _ratios(model)
-        batch, channels = size.get("images", 1), model.config.get("latent_channels") or model.config.get("z_dim")
+        batch, channels = (
+            size.get("images", 1),
+            model.config.get("latent_channels") or model.config.get("z_dim"),
+        )
         between = (1 + (size.get("frames", 1) - 1) // time,) if video else ()
-        latents = _random(settings, batch, channels, *between, size["height"] // space, size["width"] // space)
+        plane = (size["height"] // space, size["width"] // space)
+        latents = _random(settings, batch, channels, *between, *plane)
         # LTX 0.9.1 and later is told how much noise is left
         noise = [torch.full((batch,), 0.05)] if model.config.get("timestep_conditioning") else []
 
@@ -198,29 +225,38 @@ def _decode(axes: Sequence[str], video: bool) -> Callable[[Any, Settings], Call]
     return make
 
 
-def _encode(axes: Sequence[str], video: bool) -> Callable[[Any, Settings], Call]:
-    """Encode random pictures, `[B, 3, (T,) H, W]` in [-1, 1]; the output is the mean of the latents' distribution."""
+def _encode(axes: Sequence[str], video: bool) -> MakeCall:
+    """Encode random pictures, `[B, 3, (T,) H, W]` in [-1, 1]; the output is the mean of the latents'
+    distribution."""
 
     def make(model: Any, settings: Settings) -> Call:
         size = dict(zip(axes, settings.size, strict=True))
         between = (size.get("frames", 1),) if video else ()
-        pixels = _random(settings, size.get("images", 1), 3, *between, size["height"], size["width"]).clamp(-1, 1)
+        shape = (size.get("images", 1), 3, *between, size["height"], size["width"])
+        pixels = _random(settings, *shape).clamp(-1, 1)
         return lambda model: model.encode(pixels.to(model.dtype), return_dict=False)[0].mode()
 
     return make
 
 
 def _vae(
-    name: str, title: str, model: str, axes: tuple[str, ...], *, tiny: tuple[int, ...], small: tuple[int, ...],
-    full: tuple[int, ...], full_encode: tuple[int, ...] | None = None, video: bool = True, dtypes: tuple[str, ...] = ("bfloat16",),
+    name: str, title: str, model: str, axes: tuple[str, ...], *, tiny: tuple[int, ...],
+    small: tuple[int, ...],
+    full: tuple[int, ...], full_encode: tuple[int, ...] | None = None, video: bool = True,
+    dtypes: tuple[str, ...] = ("bfloat16",),
 ) -> dict[str, Racer]:  # fmt: skip
     """A VAE's two races, `NAME` (decode) and `NAME-encode`."""
-    by_size = {"tiny": configs.TINY[name], "small": configs.SMALL.get(name, configs.FULL[name]), "full": configs.FULL[name]}
+    by_size = {
+        "tiny": configs.TINY[name],
+        "small": configs.SMALL.get(name, configs.FULL[name]),
+        "full": configs.FULL[name],
+    }
     shown = f"({' x '.join(axes)})"
 
-    def racer(what: str, part: str, largest: tuple[int, ...], call: Callable[[Any, Settings], Call], pictures: bool) -> Racer:
+    def racer(what: str, part: str, largest: tuple[int, ...], call: MakeCall, pictures: bool) -> Racer:
         return Racer(
-            f"{title} {what}", "diffusers", model, {"tiny": tiny, "small": small, "full": largest}, by_size, call,
+            f"{title} {what}", "diffusers", model, {"tiny": tiny, "small": small, "full": largest}, by_size,
+            call,
             shown, "vae", part, pictures, dtypes,
         )  # fmt: skip
 
@@ -239,13 +275,21 @@ def _flux(model: Any, settings: Settings) -> Call:
     pixels = torch.arange(side * side, device=settings.device)
     places = torch.stack([torch.zeros_like(pixels), pixels // side, pixels % side], 1).float()
     image = _random(settings, 1, side * side, config.in_channels)
-    text, pooled = _random(settings, 1, words, config.joint_attention_dim), _random(settings, 1, config.pooled_projection_dim)
+    text, pooled = (
+        _random(settings, 1, words, config.joint_attention_dim),
+        _random(settings, 1, config.pooled_projection_dim),
+    )
     half = torch.full((1,), 0.5, device=settings.device)
 
     def call(model: Any) -> Tensor:
         inputs = (x.to(model.dtype) for x in (image, text, pooled, half, 8 * half))
         names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance")
-        return model(**dict(zip(names, inputs, strict=True)), img_ids=places, txt_ids=places.new_zeros(words, 3), return_dict=False)[0]
+        return model(
+            **dict(zip(names, inputs, strict=True)),
+            img_ids=places,
+            txt_ids=places.new_zeros(words, 3),
+            return_dict=False,
+        )[0]
 
     return call
 
@@ -255,7 +299,12 @@ def _wan(model: Any, settings: Settings) -> Call:
     video = _random(settings, 1, model.config.in_channels, frames, height, width)
     text = _random(settings, 1, words, model.config.text_dim)
     step = torch.full((1,), 500, device=settings.device)
-    return lambda model: model(video.to(model.dtype), timestep=step, encoder_hidden_states=text.to(model.dtype), return_dict=False)[0]
+
+    def call(model: Any) -> Tensor:
+        inputs = {"hidden_states": video.to(model.dtype), "encoder_hidden_states": text.to(model.dtype)}
+        return model(**inputs, timestep=step, return_dict=False)[0]
+
+    return call
 
 
 def _qwen_image(model: Any, settings: Settings) -> Call:
@@ -264,7 +313,8 @@ def _qwen_image(model: Any, settings: Settings) -> Call:
     text = _random(settings, 1, words, model.config.joint_attention_dim)
     half = torch.full((1,), 0.5, device=settings.device)
     return lambda model: model(
-        hidden_states=image.to(model.dtype), encoder_hidden_states=text.to(model.dtype), timestep=half.to(model.dtype),
+        hidden_states=image.to(model.dtype), encoder_hidden_states=text.to(model.dtype),
+        timestep=half.to(model.dtype),
         encoder_hidden_states_mask=torch.ones(1, words, dtype=torch.bool, device=image.device),
         img_shapes=[[(1, side, side)]], return_dict=False,
     )[0]  # fmt: skip
@@ -300,7 +350,8 @@ def _by_size(name: str) -> dict[str, configs.Config]:
 
 
 def _tokens(settings: Settings, batch: int, length: int) -> Tensor:
-    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1)).to(settings.device)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (batch, length), generator=generator).to(settings.device)
 
 
 def _prefill(model: Any, settings: Settings) -> Call:
@@ -310,10 +361,17 @@ def _prefill(model: Any, settings: Settings) -> Call:
 
 
 def _generate(model: Any, settings: Settings) -> Call:
-    """The logits of every step after a short prompt. The tokens are the prompt's own, so that a tie decides nothing."""
+    """The logits of every step after a short prompt. The tokens are the prompt's own, so that a tie decides
+    nothing."""
     *_, batch, steps = settings.size
     prompt = _tokens(settings, batch, 8)
-    rules = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    rules = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
 
     def same_token(sequences: Tensor, scores: Tensor) -> Tensor:
         forced = torch.full_like(scores, -math.inf)
@@ -326,18 +384,25 @@ def _generate(model: Any, settings: Settings) -> Call:
     return call
 
 
-def _mamba(name: str, title: str, model: str, published: str, *, prefill: tuple[int, int]) -> dict[str, Racer]:
-    """A state-space family's two races, `NAME` (prefill) and `NAME-decode`. `prefill` is its full batch and length."""
+def _mamba(name: str, title: str, model: str, layers: str, *, prefill: tuple[int, int]) -> dict[str, Racer]:
+    """A state-space family's two races, `NAME` (prefill) and `NAME-decode`. `prefill` is its full batch and
+    length."""
 
-    def racer(key: str, what: str, call: Callable[[Any, Settings], Call], runs: dict[str, tuple[int, int]]) -> Racer:
+    def racer(key: str, what: str, call: MakeCall, runs: dict[str, tuple[int, int]]) -> Racer:
         by_size = _by_size(key)
-        sizes = {size: (by_size[size]["num_hidden_layers"], _width(key, by_size[size]), *run) for size, run in runs.items()}
-        note = f"{by_size['full']['num_hidden_layers']} layers of {published}, a vocabulary of {VOCABULARY}"
-        return Racer(f"{title} {what}", "transformers", f"{model}ForCausalLM", sizes, by_size, call, note=note)
+        sizes = {}
+        for size, run in runs.items():
+            config = by_size[size]
+            sizes[size] = (config["num_hidden_layers"], _width(key, config), *run)
+        note = f"{by_size['full']['num_hidden_layers']} layers of {layers}, a vocabulary of {VOCABULARY}"
+        cls = f"{model}ForCausalLM"
+        return Racer(f"{title} {what}", "transformers", cls, sizes, by_size, call, note=note)
 
+    prompts = {"tiny": (1, 16), "small": (2, 128), "full": prefill}
+    steps = {"tiny": (2, 4), "small": (2, 16), "full": (8, 32)}
     return {
-        name: racer(name, "prefill", _prefill, {"tiny": (1, 16), "small": (2, 128), "full": prefill}),
-        f"{name}-decode": racer(f"{name}-decode", "decode", _generate, {"tiny": (2, 4), "small": (2, 16), "full": (8, 32)}),
+        name: racer(name, "prefill", _prefill, prompts),
+        f"{name}-decode": racer(f"{name}-decode", "decode", _generate, steps),
     }
 
 
@@ -400,7 +465,8 @@ _FOUND: dict[str, Racer] = {
     ),
     "wan": Racer(
         "Wan transformer", "diffusers", "WanTransformer3DModel",
-        {"tiny": (1, 1, 4, 4, 8), "small": (2, 2, 8, 12, 16), "full": (4, 21, 60, 104, 512)}, _by_size("wan"), _wan,
+        {"tiny": (1, 1, 4, 4, 8), "small": (2, 2, 8, 12, 16), "full": (4, 21, 60, 104, 512)},
+        _by_size("wan"), _wan,
         part="transformer", note="4 of 30 blocks of Wan 2.1 1.3B, 480 x 832 pixels, 81 frames, 512 words",
     ),
     "qwen-image": Racer(
@@ -418,8 +484,9 @@ _FOUND: dict[str, Racer] = {
         {"tiny": (2, 64, 64), "small": (2, 128, 128), "full": (2, 512, 512)}, _by_size("sd15-unet"), _unet,
         f"({' x '.join(IMAGES)})", "unet", dtypes=_HALF,
     ),
-    # Stock's scans are loops in Python over the length (Mamba, Falcon Mamba, Jamba), or hold scores of every pair of
-    # tokens in a chunk, for every head (the others): the lengths are what a card has time and memory for.
+    # Stock's scans are loops in Python over the length (Mamba, Falcon Mamba, Jamba), or hold scores of every
+    # pair of tokens in a chunk, for every head (the others): the lengths are what a card has time and memory
+    # for.
     **_mamba("mamba", "Mamba", "Mamba", "Mamba 790M's 48", prefill=(8, 2048)),
     **_mamba("mamba2", "Mamba-2", "Mamba2", "Mamba-Codestral 7B's 64", prefill=(1, 1024)),
     **_mamba("falcon-mamba", "Falcon Mamba", "FalconMamba", "Falcon Mamba 7B's 64", prefill=(2, 1024)),
@@ -432,8 +499,10 @@ _FOUND: dict[str, Racer] = {
 # In the order of `turnout race all`: what was found slower than stock first, what has been raced often last.
 _FIRST = (
     "hunyuan-vae", "sdxl-unet", "cogvideox-vae", "qwen-image-vae", "hunyuan-vae-encode", "wan-vae-encode",
-    "flux-vae-encode", "ltx-vae-encode", "sd-vae", "sdxl-vae", "flux2-vae", "ltx2-vae", "sd15-unet", "flux", "wan",
-    "qwen-image", "mamba", "mamba-decode", "mamba2", "mamba2-decode", "falcon-mamba", "falcon-mamba-decode", "jamba",
+    "flux-vae-encode", "ltx-vae-encode", "sd-vae", "sdxl-vae", "flux2-vae", "ltx2-vae", "sd15-unet", "flux",
+    "wan",
+    "qwen-image", "mamba", "mamba-decode", "mamba2", "mamba2-decode", "falcon-mamba", "falcon-mamba-decode",
+    "jamba",
     "jamba-decode", "bamba", "bamba-decode", "falcon-h1", "falcon-h1-decode", "zamba2", "zamba2-decode",
 )  # fmt: skip
 RACERS: dict[str, Racer] = {name: _FOUND[name] for name in (*_FIRST, *_FOUND)}

@@ -16,7 +16,7 @@ from turnout.bench import report
 from turnout.race.looks import LOOKS, STYLE
 from turnout.race.machine import in_words
 from turnout.race.pictures import frame, png, side_by_side
-from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race
+from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, in_ms
 
 FEW_PIXELS = 240  # across: a picture with fewer is enlarged
 SAME = 0.03  # of a figure: less is not worth a colour
@@ -112,11 +112,6 @@ def _likeness(lane: Lane) -> tuple[str, str, str]:
     return _decibels(lane.psnr), _decibels(lane.psnr_stock), _or_blank(lane.max_error, lambda error: f"{error:.2g}")
 
 
-def _ms(value: float) -> str:
-    """Three digits at least."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
-
-
 def _tiles(race: Race) -> str:
     """What a reader wants to know first: speed and how sure it is, memory, likeness."""
     stock, fast = race.lanes[STOCK], race.lanes[ACCELERATED]
@@ -124,7 +119,7 @@ def _tiles(race: Race) -> str:
         return f"<dl class=tiles><div><dt>Speed</dt><dd class='big bad'>none</dd><dd>{escape(fast.failed)}</dd></div></dl>"
     mood = {"faster": "good", "slower": "bad"}.get(race.verdict, "")
     low, high = race.bounds
-    times = f"{race.verdict}: {_ms(stock.ms)} &plusmn; {_ms(stock.spread)} &rarr; {_ms(fast.ms)} &plusmn; {_ms(fast.spread)} ms"
+    times = f"{race.verdict}: {in_ms(stock.ms)} &plusmn; {in_ms(stock.spread)} &rarr; {in_ms(fast.ms)} &plusmn; {in_ms(fast.spread)} ms"
     rounds = f"{len(fast.samples)} rounds, {low:.2f}&times; to {high:.2f}&times;"
     tiles = [("Speed", f"{race.speedup:.2f}&times;", f"{times}; {rounds}", mood)]
     memory, likeness = "Memory beside the weights", "Likeness to float32 (PSNR)"
@@ -169,12 +164,12 @@ def _bars(race: Race, unit: str) -> str:
         lane = race.lanes[name]
         width, at, drawn = 100 * lane.ms / longest, 0.0, []
         for kind, share in parts.items():
-            said = f"{kind}: {100 * share:.1f} %, {_ms(share * lane.ms)} ms"
+            said = f"{kind}: {100 * share:.1f} %, {in_ms(share * lane.ms)} ms"
             drawn.append(f"<rect class={kind} x={at:.3f} y=0 width={width * share:.3f} height=100><title>{said}</title></rect>")
             at += width * share
         most = ", ".join(f"{kind} {100 * share:.0f} %" for kind, share in sorted(parts.items(), key=lambda item: -item[1])[:4])
         bars.append(
-            f"<p class=lane><b>{escape(_lane_name(race, name))}</b> {_ms(lane.ms)} ms <span class=note>&middot; {most}</span></p>"
+            f"<p class=lane><b>{escape(_lane_name(race, name))}</b> {in_ms(lane.ms)} ms <span class=note>&middot; {most}</span></p>"
             f"<svg class=band viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='{escape(name)}, mostly {most}'>"
             f"{''.join(drawn)}</svg>"
         )

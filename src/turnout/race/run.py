@@ -1,8 +1,10 @@
-"""Stock and accelerated in turns in one run: time, first call, peak memory, and how far the outputs are apart.
+"""Stock and accelerated in turns in one run: time, first call, peak memory, and how far the outputs are
+apart.
 
-Three lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, with torch.compile of
-the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's `forward`; `generate` runs the
-model's `forward` through the model itself. So the lane replaces that module's `forward` by the compiled one.
+Three lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, with
+torch.compile of the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's
+`forward`; `generate` runs the model's `forward` through the model itself. So the lane replaces that module's
+`forward` by the compiled one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from turnout.race.machine import machine, now
 from turnout.race.models import RACERS, Racer
 from turnout.routing import versions
 
-BRIEF = 200.0  # milliseconds; a briefer call notices that the model has just changed its shape, so one goes before it
+BRIEF = 200.0  # milliseconds: a briefer call notices that the model has just changed, so one goes before it
 FEW = 4  # rounds: with fewer there are no quartiles, and the spread is from the fastest to the slowest
 CHUNK = 2**24  # elements that are compared at once
 STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
@@ -36,9 +38,10 @@ STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
 
 @dataclass
 class Lane:
-    """One contestant: milliseconds of a call (median and spread), of the first call, and of the host until all was
-    asked for (a card that has nothing left to do by then waits for its host); extra memory in MiB at the peak;
-    decibels against the stock model in float32, and against the stock lane, with the largest difference from it."""
+    """One contestant: milliseconds of a call (median and spread), of the first call, and of the host until
+    all was asked for (a card that has nothing left to do by then waits for its host); extra memory in MiB at
+    the peak; decibels against the stock model in float32, and against the stock lane, with the largest
+    difference from it."""
 
     ms: float = math.nan
     spread: float = math.nan
@@ -73,8 +76,18 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else round(value, 3)
 
 
+def in_ms(value: float) -> str:
+    """Milliseconds with three digits at least.
+
+    >>> in_ms(1836.2), in_ms(582.44), in_ms(18.123)
+    ('1,836', '582.4', '18.12')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
 def spread(samples: list[float]) -> float:
-    """How far apart samples lie: the interquartile range of four or more, else from the least to the greatest.
+    """How far apart samples lie: the interquartile range of four or more, else from the least to the
+    greatest.
 
     >>> spread([10.0, 12.0, 11.0]), spread([1.0, 2.0, 3.0, 4.0, 100.0])
     (2.0, 2.0)
@@ -109,14 +122,16 @@ class Race:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest speed-up of a round, in each of which stock and accelerated ran one after the other."""
+        """The least and the greatest speed-up of a round, in each of which stock and accelerated ran one
+        after the other."""
         pairs = zip(self.lanes[STOCK].samples, self.lanes[ACCELERATED].samples, strict=False)
         ratios = [stock / fast for stock, fast in pairs]
         return min(ratios), max(ratios)
 
     @property
     def verdict(self) -> str:
-        """`faster`, `slower`, or `within noise`: apart by less than stock's own rounds are; `wrong` has no speed."""
+        """`faster`, `slower`, or `within noise`: apart by less than stock's own rounds are; `wrong` has no
+        speed."""
         stock, fast = self.lanes[STOCK], self.lanes[ACCELERATED]
         if fast.failed is not None:
             return "wrong"
@@ -130,8 +145,10 @@ class Race:
         if fast.failed is not None:
             return f"no speed: {fast.failed}"
         low, high = self.bounds
-        times = f"{stock.ms:.4g} -> {fast.ms:.4g} ms, {len(fast.samples)} rounds of {low:.2f}x to {high:.2f}x"
-        noise = f"; stock's own rounds are {stock.spread:.3g} ms apart" if self.verdict == "within noise" else ""
+        rounds = f"{len(fast.samples)} rounds of {low:.2f}x to {high:.2f}x"
+        times = f"{in_ms(stock.ms)} -> {in_ms(fast.ms)} ms, {rounds}"
+        within = self.verdict == "within noise"
+        noise = f"; stock's own rounds are {in_ms(stock.spread)} ms apart" if within else ""
         return f"{self.speedup:.2f}x stock, {self.verdict} ({times}{noise})"
 
     def row(self) -> dict[str, Any]:
@@ -139,9 +156,11 @@ class Race:
         right = self.lanes[ACCELERATED].failed is None
         kinds = {name: self.kinds_ms(name) for name, lane in self.lanes.items() if lane.trace is not None}
         return {
-            "model": self.model, "size": self.size, "what": self.what, "dtype": self.dtype, "device": self.device,
+            "model": self.model, "size": self.size, "what": self.what, "dtype": self.dtype,
+            "device": self.device,
             "speedup": round(self.speedup, 3) if right else None,
-            "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None, "verdict": self.verdict,
+            "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None,
+            "verdict": self.verdict,
             "lanes": {name: lane.figures() for name, lane in self.lanes.items()},
             "compiled": (self.compiled or "model") if COMPILED in self.lanes else None,
             "routes": [asdict(share) for share in self.routes()], "kinds_ms": kinds,
@@ -152,7 +171,8 @@ class Race:
     def kinds_ms(self, lane: str) -> dict[str, float]:
         """Milliseconds of a lane's median call by kind of kernel."""
         trace = self.lanes[lane].trace
-        return {} if trace is None else {kind: round(self._scale(lane) * ms, 3) for kind, ms in trace.by_kind().items()}
+        times = {} if trace is None else trace.by_kind()
+        return {kind: round(self._scale(lane) * ms, 3) for kind, ms in times.items()}
 
     def routes(self) -> list[Share]:
         """The routes of the accelerated model, with milliseconds of its median call."""
@@ -161,14 +181,17 @@ class Race:
         return [replace(share, ms=round(self._scale(ACCELERATED) * share.ms, 3)) for share in shares]
 
     def _scale(self, lane: str) -> float:
-        """The profiler slows a host down, so that its times are not those of the race. On a CPU they are scaled to
-        the median; a card's kernels keep their own times, and what is missing to the median is time it waited."""
+        """The profiler slows a host down, so that its times are not those of the race. On a CPU they are
+        scaled to the median; a card's kernels keep their own times, and what is missing to the median is time
+        it waited."""
         trace = self.lanes[lane].trace
-        return 1.0 if trace is None else profile_scale(trace.busy, self.lanes[lane].ms, on_gpu=self.machine["card"] is not None)
+        on_gpu = self.machine["card"] is not None
+        return 1.0 if trace is None else profile_scale(trace.busy, self.lanes[lane].ms, on_gpu=on_gpu)
 
 
 def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
-    """What times under the profiler are to be multiplied with, so that they fit into the median of undisturbed calls."""
+    """What times under the profiler are to be multiplied with, so that they fit into the median of
+    undisturbed calls."""
     if busy_ms <= 0:
         return 1.0
     return min(1.0, median_ms / busy_ms) if on_gpu else median_ms / busy_ms
@@ -176,16 +199,19 @@ def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
 
 def race(
     name: str, size: str, dtype: torch.dtype, device: torch.device, *, weights: Path | None = None,
-    numerics: str | None = None, rounds: int = 10, seconds: float = 20.0, compiled: bool = False, profiled: bool = True,
+    numerics: str | None = None, rounds: int = 10, seconds: float = 20.0, compiled: bool = False,
+    profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
     backend: str | Callable[..., Any] = "inductor", on_progress: Callable[[str], object] = lambda step: None,
 ) -> Race:  # fmt: skip
-    """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or until
-    `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always comes last.
+    """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or
+    until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
+    comes last.
 
     `compiled` adds torch.compile with that `backend`; where it cannot compile the model, its lane says why.
+    `profiled` names the lanes of which one more call runs under the profiler.
     """
     if rounds < 2:
-        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of how far times lie apart")
+        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")
     racer = RACERS[name]
     on_progress("building")
     lanes = {STOCK: Lane(), ACCELERATED: Lane()} | ({COMPILED: Lane()} if compiled else {})
@@ -210,7 +236,7 @@ def race(
                     _timed(run, lanes[lane], device)
             if time.perf_counter() > end:
                 break
-        for lane in running if profiled else ():
+        for lane in [lane for lane in running if lane in profiled]:
             on_progress(f"profile of {lane}")
             with contestant.prepared(lane) as run:
                 lanes[lane].trace = traced(run, device, routes=lane == ACCELERATED)
@@ -220,7 +246,8 @@ def race(
         lanes[lane].output = lanes[lane].output if racer.pictures else None
     found = machine(device)
     return Race(
-        name, size, racer.describe(size), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes, report,
+        name, size, racer.describe(size), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes,
+        report,
         _versions(device), found, now(), commit(), racer.compiled, "random" if weights is None else "given",
     )  # fmt: skip
 
@@ -228,7 +255,14 @@ def race(
 class _Contestant:
     """One model that takes the shape of each lane in turn: its weights are in memory once."""
 
-    def __init__(self, model: Any, call: Callable[[Any], Tensor], racer: Racer, numerics: str | None, backend: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        call: Callable[[Any], Tensor],
+        racer: Racer,
+        numerics: str | None,
+        backend: str | Callable[..., Any],
+    ) -> None:
         self.model, self.call, self.numerics, self.backend = model, call, numerics, backend
         self.module = model.get_submodule(racer.compiled)
 
@@ -250,9 +284,15 @@ class _Contestant:
 
 
 def _first_calls(
-    lane: str, lanes: dict[str, Lane], contestant: _Contestant, truth: Tensor | None, device: torch.device, span: float | None
+    lane: str,
+    lanes: dict[str, Lane],
+    contestant: _Contestant,
+    truth: Tensor | None,
+    device: torch.device,
+    span: float | None,
 ) -> None:
-    """The first call of a lane, which compiles, and the second, which is its first sample; compare what comes out."""
+    """The first call of a lane, which compiles, and the second, which is its first sample; compare what comes
+    out."""
     found = lanes[lane]
     with contestant.prepared(lane) as run:
         try:
@@ -262,11 +302,11 @@ def _first_calls(
             found.first_ms = 1e3 * (time.perf_counter() - before)
             held = _reset_peak(device)
             output = _timed(run, found, device)
-        except Exception as failure:  # of torch.compile's many kinds; the other lanes have figures all the same
+        except Exception as failure:  # of many kinds; the other lanes have figures all the same
             if lane != COMPILED:
                 raise
-            lines = str(failure).strip().splitlines()
-            found.failed = f"{type(failure).__name__}: {lines[0] if lines else ''}"[:300]
+            words = " ".join(str(failure).split())
+            found.failed = f"{type(failure).__name__}: {words}"[:300]
             return
         found.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
     if truth is not None:
@@ -281,19 +321,21 @@ def _first_calls(
 
 
 def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> Tensor:
-    """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless somebody said no)."""
+    """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless
+    somebody said no)."""
     return call(copy.deepcopy(model).float()).float().cpu()
 
 
 def compare(output: Tensor, other: Tensor, span: float | None = None) -> tuple[float, float]:
-    """Decibels of the values' span (default: that of `other`) over the error, and the largest difference; NaN for
-    both where one of them is not finite.
+    """Decibels of the values' span (default: that of `other`) over the error, and the largest difference; NaN
+    for both where one of them is not finite.
 
     >>> compare(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.9]), 1.0)  # doctest: +ELLIPSIS
     (23.01..., 0.1...)
     """
     if output.shape != other.shape:
-        raise ValueError(f"outputs of {list(output.shape)} and {list(other.shape)} cannot be compared: one call, two shapes")
+        shapes = f"{list(output.shape)} and {list(other.shape)}"
+        raise ValueError(f"outputs of {shapes} cannot be compared: one call, two shapes")
     span = span if span is not None else float(other.max().double() - other.min().double())
     total, largest = 0.0, 0.0
     for one, two in zip(output.flatten().split(CHUNK), other.flatten().split(CHUNK), strict=True):
@@ -333,4 +375,5 @@ def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tenso
 
 def _versions(device: torch.device) -> dict[str, str]:
     models = {name: versions.installed(name) for name in ("diffusers", "transformers")}
-    return versions.for_device(device.type) | {name: version for name, version in models.items() if version is not None}
+    found = {name: version for name, version in models.items() if version is not None}
+    return versions.for_device(device.type) | found
