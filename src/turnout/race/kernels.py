@@ -126,8 +126,8 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
     return trace
 
 
-# A line of Kineto's own log: a level, the time, process and thread, and where in its source it stands.
-LOG_LINE = re.compile(rb"^[A-Z]+:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \d+:\d+ \S+:\d+\].*\n?", re.MULTILINE)
+# A line of Kineto's own log: a level, the time, process and thread, and where in its source it stands. Errors are shown.
+LOG_LINE = re.compile(rb"^(?!ERROR|FATAL)[A-Z]+:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \d+:\d+ \S+:\d+\].*\n?", re.MULTILINE)
 
 
 @contextlib.contextmanager

@@ -122,7 +122,8 @@ class Plan:
         end = None if self.budget is None else time.perf_counter() + self.budget
         done = self._done() if self.missing else set()
         for i, entry in enumerate(self.entries):
-            if (entry.racer.describe(entry.size), entry.dtype_name) in done:
+            what = entry.racer.describe(entry.size, given=self.weights is not None)
+            if (what, entry.dtype_name) in done:
                 continue
             left = None if end is None else end - time.perf_counter()
             if left is not None and left <= 0:

@@ -56,9 +56,10 @@ class Racer:
     dtypes: tuple[str, ...] = ("bfloat16",)  # that it is raced in; the first is the default
     note: str = ""  # how the full size differs from what is published
 
-    def describe(self, size: str) -> str:
+    def describe(self, size: str, *, given: bool = False) -> str:
         """The title, the size and its numbers: "Flux VAE decode, tiny: 32 x 32 (height x width)"."""
-        return f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
+        shown = f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
+        return f"{shown}, weights and layers of a folder" if given else shown
 
     def default_dtype(self, device: torch.device) -> str:
         """The first dtype of this race; on a CPU, where half-precision kernels are slow or missing,

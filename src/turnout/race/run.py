@@ -130,12 +130,14 @@ class Race:
 
     @property
     def verdict(self) -> str:
-        """`faster`, `slower`, or `within noise`: apart by less than stock's own rounds are; `wrong` has no
-        speed."""
+        """`faster`, `slower`, `within noise`, or `wrong`, which has no speed.
+
+        Within noise: the medians are apart by no more than the rounds of one of the two are.
+        """
         stock, fast = self.lanes[STOCK], self.lanes[ACCELERATED]
         if fast.failed is not None:
             return "wrong"
-        if abs(stock.ms - fast.ms) <= stock.spread:
+        if abs(stock.ms - fast.ms) <= max(stock.spread, fast.spread):
             return "within noise"
         return "faster" if fast.ms < stock.ms else "slower"
 
@@ -148,7 +150,8 @@ class Race:
         rounds = f"{len(fast.samples)} rounds of {low:.2f}x to {high:.2f}x"
         times = f"{in_ms(stock.ms)} -> {in_ms(fast.ms)} ms, {rounds}"
         within = self.verdict == "within noise"
-        noise = f"; stock's own rounds are {in_ms(stock.spread)} ms apart" if within else ""
+        own = f"; stock's own rounds are {in_ms(stock.spread)} ms apart, accelerated's {in_ms(fast.spread)}"
+        noise = own if within else ""
         return f"{self.speedup:.2f}x stock, {self.verdict} ({times}{noise})"
 
     def row(self) -> dict[str, Any]:
@@ -246,7 +249,7 @@ def race(
         lanes[lane].output = lanes[lane].output if racer.pictures else None
     found = machine(device)
     return Race(
-        name, size, racer.describe(size), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes,
+        name, size, racer.describe(size, given=weights is not None), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes,
         report,
         _versions(device), found, now(), commit(), racer.compiled, "random" if weights is None else "given",
     )  # fmt: skip
