@@ -5,7 +5,7 @@ STAMP := .venv/.made
 TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
 WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup demo test test-latest fault-test fuzz compile-all lint gpu-test clean
+.PHONY: setup demo test test-latest fault-test fuzz compile-all lint gpu-test race clean
 
 setup: $(STAMP)
 
@@ -77,6 +77,14 @@ lint: setup
 PROCESSES ?= 15
 gpu-test:
 	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(PYTHON) -m pytest -q -m gpu -n $(PROCESSES) --dist worksteal tests
+
+# Every known model on this machine's GPU, in the order of `turnout race --list`, a row of each in RESULTS as soon as
+# it is done. To go on after a run that was cut off, run it again: models with a row of this code are left out.
+MODELS ?= all
+BUDGET ?= 540
+RESULTS ?= benchmarks/results
+race:
+	PYTHONPATH=src $(PYTHON) -m turnout race $(MODELS) --budget $(BUDGET) --rounds 4 --seconds 4 --missing --out $(RESULTS)
 
 clean:
 	rm -rf .venv .tritons .latest dist build demo

@@ -286,7 +286,7 @@ def tune(
 
     import turnout
     from turnout.bench import report
-    from turnout.race.models import Settings
+    from turnout.race.models import racer_named, size_named
     from turnout.routing.choose import in_short
     from turnout.routing.device import Device
     from turnout.routing.public import op_named
@@ -297,10 +297,10 @@ def tune(
     where = _device(device)
     measured: dict[str, Any] = {"budget": budget, "save": export is None, "progress": not json}
     if model:
-        racer, size = _racer(model, size, where)
+        racer, size = racer_named(model), size_named(model, size, where)
         with torch.no_grad():
             with errors.status(f"{racer.describe(size)}: building"):
-                made, call = racer.make(Settings(racer.sizes[size], _dtype(dtype), where, None))
+                made, call = racer.make(size, _dtype(dtype), where)
                 turnout.accelerate(made)
             rows = turnout.tune(ops, during=lambda: call(made), again=again, **measured)
     else:
@@ -324,54 +324,104 @@ def tune(
     console.print(f"{len(rows)} rows in {export or folder(Device.of(where))}", highlight=False)
 
 
-def _racer(model: str, size: str, where: Any) -> tuple[Any, str]:
-    """A model that may race, and one of its sizes."""
-    from turnout.race.models import RACERS
-
-    if model not in RACERS:
-        raise ValueError(f"model {model!r} is not known; one of: {', '.join(RACERS)}")
-    size = size or ("full" if where.type == "cuda" else "small")
-    if size not in RACERS[model].sizes:
-        raise ValueError(f"{model} has no size {size!r}; one of: {', '.join(RACERS[model].sizes)}")
-    return RACERS[model], size
-
-
 @app.command()
 def race(
-    model: Annotated[str, typer.Argument(help="wan-vae, wan22-vae, flux-vae, ltx-vae, flux, wan, mamba or mamba-decode.")],
+    models: Annotated[list[str] | None, typer.Argument(help="Models by name (see --list), or [bold]all[/bold].")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the models and their sizes, and end.")] = False,
     size: Annotated[str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own, see --list.")] = None,
     device: Where = None,
     weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
     numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the stock model races too.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")] = False,
     rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
-    seconds: Annotated[float, typer.Option(help="No new round after this long.")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
+    budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
+    missing: Annotated[bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."),
+    ] = True,
     out: Annotated[Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG.")] = None,
     json: Json = False,
 ) -> None:
-    """A real model, stock and accelerated in turns: time, peak memory, distance from float32, and the routes taken.
+    """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes taken.
+
+    Several models, or [bold]all[/bold] of them, run one after the other; each has its row in --out as soon as it is
+    done, so that a run that is cut off loses nothing. Ends with exit code 1 when one of them failed.
 
     [bold]Example[/bold]  turnout race wan-vae --report wan.html
-    """
-    from turnout.bench.sweep import keep_row
-    from turnout.race import page
-    from turnout.race.run import race as run
-    from turnout.routing.device import Device
 
+    [bold]Example[/bold]  turnout race all --budget 600 --rounds 4 --seconds 5 --missing --out benchmarks/results
+    """
+    from turnout.race import many, page
+    from turnout.race.models import RACERS
+
+    if listed:
+        return _show_racers(json)
+    if not models:
+        raise ValueError(f"no model was named; give some of these, or all: {', '.join(RACERS)}")
     where = _device(device)
-    racer, size = _racer(model, size, where)
-    with errors.status(racer.describe(size)) as status:
-        found = run(
-            model, size, _dtype(dtype), where, weights=weights, numerics=numerics, rounds=rounds, seconds=seconds, compiled=compile,
-            say=lambda step: status.update(f"{racer.describe(size)}: {step}"),
-        )  # fmt: skip
-    if out is not None:
-        keep_row(found.row(), out / Device.of(where).slug / "race.jsonl", "what", "dtype")
+    names = list(RACERS) if "all" in models else models
+    if report is not None and len(names) > 1:
+        raise ValueError(f"--report is one page, {len(names)} models were named; race one, or use --out for rows of all")
+    if missing and out is None:
+        raise ValueError("--missing needs --out, the folder whose rows are asked")
+    entries = many.entries(names, size, dtype, where, _dtype, weights)
     if report is not None:
-        page.write(found, report)
+        page.check_path(report)
+    if out is not None:
+        many.check_folder(out)
+    plan = many.Plan(entries, where, weights, numerics, compile, rounds, seconds, budget, profile, out, missing)
+    failed = 0
+    with errors.status(entries[0].title) as status:
+        for i, outcome in enumerate(plan.run(_progress(status, steps=errors.is_terminal))):
+            failed += outcome.race is None or outcome.race.verdict == "wrong"
+            if outcome.race is None and len(entries) == 1:
+                raise ValueError(outcome.said)
+            if json:
+                print(json_format.dumps(outcome.row()))
+            elif outcome.race is not None and len(entries) == 1:
+                page.show(outcome.race, console)
+            else:
+                console.print(f"{i + 1:3} of {len(entries)}  {outcome.title}: {outcome.said}", highlight=False, markup=False)
+            if report is not None and outcome.race is not None:
+                page.write(outcome.race, report)
+    if plan.left and not json:
+        errors.print(f"{len(plan.left)} left when the budget was spent: {', '.join(plan.left)}", highlight=False)
+    if failed:
+        raise typer.Exit(1)
+    return None
+
+
+def _progress(status: Any, *, steps: bool) -> Any:
+    """Tells how far races are: every step in one line of a terminal, else a line for each model."""
+    told: set[str] = set()
+
+    def tell(race: str, step: str) -> None:
+        if steps:
+            status.update(f"{race}: {step}")
+        elif race not in told:
+            told.add(race)
+            errors.print(race, highlight=False, markup=False)
+
+    return tell
+
+
+def _show_racers(json: bool) -> None:
+    """List the models that may race."""
+    from turnout.bench import report
+    from turnout.race.models import RACERS
+
     if json:
-        print(json_format.dumps(found.row()))
+        rows = [
+            {"model": name, "title": r.title, "class": r.model, "sizes": r.sizes, "dtypes": r.dtypes, "note": r.note}
+            for name, r in RACERS.items()
+        ]
+        print(json_format.dumps(rows))
         return
-    page.show(found, console)
+    table = report.table("model", "what", "dtypes", "note")
+    for name, racer in RACERS.items():
+        table.add_row(name, racer.describe("full"), ", ".join(racer.dtypes), racer.note)
+    console.print(table)

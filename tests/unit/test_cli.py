@@ -123,7 +123,7 @@ def test_tune_and_export(tmp_path):
 def test_tune_what_a_model_calls(tmp_path):
     words = ("tune", "conv2d", "--race", "flux-vae", "--size", "tiny", "--dtype", "fp32", "--budget", "1", "--device", "cpu")
     told = turnout(*words, "--export", str(tmp_path / "t.json"))
-    assert "input 1x16x4x4, weight 512x16x3x3, float32" in told
+    assert "input 1x4x16x16, weight 32x4x3x3, float32" in told
     assert {row["op"] for row in json.loads((tmp_path / "t.json").read_text())["rows"]} == {"conv2d"}
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import bisect
 import collections
 import contextlib
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -90,10 +93,17 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
 
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] * (routes or not on_gpu) + [ProfilerActivity.CUDA] * on_gpu
-    with _named_calls() as why, profile(activities=activities) as profiler:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize(device)
+    profiler = profile(activities=activities)
+    with _named_calls() as why:
+        with without_profiler_lines():
+            profiler.start()
+        try:
+            run()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+        finally:
+            with without_profiler_lines():
+                profiler.stop()
     events = list(profiler.events() or [])
     wanted = "CUDA" if on_gpu else "CPU"
     # A range repeats its kernels on a GPU; on a CPU it has time of its own, that of kernels which torch does not know.
@@ -114,6 +124,43 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
         op, _, route = name.removeprefix("turnout::").partition("/")
         trace.routes.append(Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name]))
     return trace
+
+
+# A line of Kineto's own log: a level, the time, process and thread, and where in its source it stands. Errors are shown.
+LOG_LINE = re.compile(rb"^(?!ERROR|FATAL)[A-Z]+:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \d+:\d+ \S+:\d+\].*\n?", re.MULTILINE)
+
+
+@contextlib.contextmanager
+def without_profiler_lines() -> Iterator[None]:
+    """Inside, what libraries write to the process's output and error goes to a file. Behind it, all of that is written
+    where it belongs, but for the lines of the profiler's log, which tell that it starts and stops."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.ExitStack() as files:
+        held = []
+        for descriptor in (1, 2):
+            try:
+                kept = os.dup(descriptor)
+            except OSError:  # closed: nobody can write there
+                continue
+            aside = files.enter_context(tempfile.TemporaryFile())
+            held.append((descriptor, kept, aside))
+            os.dup2(aside.fileno(), descriptor)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, kept, aside in held:
+                os.dup2(kept, descriptor)
+                os.close(kept)
+                aside.seek(0)
+                _write_all(descriptor, LOG_LINE.sub(b"", aside.read()))
+
+
+def _write_all(descriptor: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(descriptor, text) :]
 
 
 def launched_in(calls: list[Any], events: list[Any]) -> list[float]:

@@ -55,10 +55,9 @@ p { margin: 0 0 10px; }
 .keys .key { display: inline-block; margin-right: 16px; }
 .swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
 .lane { margin: 14px 0 3px; }
-.band { display: block; width: 100%; height: 72px; background: var(--card); shape-rendering: crispEdges; }
-.band g:hover { opacity: 0.6; }
-.axis { position: relative; height: 20px; color: var(--muted); font-size: 12px; overflow: hidden; }
-.axis span { position: absolute; border-left: 1px solid var(--muted); padding-left: 4px; white-space: nowrap; }
+.band { display: block; width: 100%; height: 40px; background: var(--card); shape-rendering: crispEdges; }
+.band rect:hover { opacity: 0.6; }
+.waiting { fill: var(--line); }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 td, th { padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; text-align: left; font-weight: 400; }
@@ -76,7 +75,7 @@ pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; backgroun
   :root { --bar: 40px; }
   .wide { display: none; }
   .tiles div:last-child { grid-column: 1 / -1; }
-  .band { height: 56px; }
+  .band { height: 32px; }
   td, th { padding-right: 8px; font-size: 14px; }
 }
 """

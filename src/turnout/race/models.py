@@ -1,30 +1,25 @@
-"""What may race: real architectures in several sizes, with random weights or those of a folder, and one call to make of each."""
+"""What may race: every model that is known, in three sizes, with random weights or those of a folder, and one
+call of each."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import importlib.util
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from turnout.race import configs
+
 Call = Callable[[Any], Tensor]
-
-
-class Racer(NamedTuple):
-    """A model by name: its sizes (the last one is the full one), and how to make it and its call for one of them."""
-
-    title: str
-    sizes: dict[str, tuple[int, ...]]
-    make: Callable[[Settings], tuple[Any, Call]]
-    pictures: bool  # whether the output is frames in [-1, 1], [B, 3, (T,) H, W]
-    axes: str = ""  # what the numbers of a size are
-
-    def describe(self, size: str) -> str:
-        return f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
+VOCABULARY = 1024  # of every state-space model: its head is one plain product, and the logits stay small
 
 
 class Settings(NamedTuple):
@@ -33,24 +28,151 @@ class Settings(NamedTuple):
     size: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    weights: Path | None
+    weights: Path | None = None
 
 
-def _diffusers(name: str) -> Any:
-    return getattr(importlib.import_module("diffusers"), name)
+MakeCall = Callable[[Any, Settings], Call]
 
 
-def _made(settings: Settings, cls: Any, part: str, **config: Any) -> Any:
-    """A model in evaluation mode: from a folder, or from its part of a pipeline's folder, or random from a configuration."""
-    if settings.weights is not None:
-        inner = settings.weights / part
-        model = cls.from_pretrained(inner if inner.is_dir() else settings.weights, torch_dtype=settings.dtype)
-    else:
-        torch.manual_seed(0)
-        with torch.device(settings.device):
-            model = cls(**config)
-    # torch's own `to`: diffusers' tells us that its models know better which parts stay in float32
-    return torch.nn.Module.to(model, settings.device, settings.dtype).eval().requires_grad_(False)
+@dataclass(frozen=True)
+class Racer:
+    """A model by name: its class, its sizes (the last one is the full one) and configurations, and the call
+    to make.
+
+    `compiled` names the submodule that the call runs, and that torch.compile is therefore given: "decoder"
+    for a VAE's `decode`, "" for the model itself.
+    """
+
+    title: str
+    package: str  # diffusers or transformers
+    model: str  # the class
+    sizes: dict[str, tuple[int, ...]]
+    configs: dict[str, configs.Config]  # by size
+    call: MakeCall
+    axes: str = ""  # what the numbers of a size are
+    part: str = ""  # its folder in a pipeline's
+    compiled: str = ""
+    pictures: bool = False  # whether the output is frames in [-1, 1], [B, 3, (T,) H, W]
+    dtypes: tuple[str, ...] = ("bfloat16",)  # that it is raced in; the first is the default
+    note: str = ""  # how the full size differs from what is published
+
+    def describe(self, size: str, *, given: bool = False) -> str:
+        """The title, the size and its numbers: "Flux VAE decode, tiny: 32 x 32 (height x width)"."""
+        shown = f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
+        return f"{shown}, weights and layers of a folder" if given else shown
+
+    def default_dtype(self, device: torch.device) -> str:
+        """The first dtype of this race; on a CPU, where half-precision kernels are slow or missing,
+        bfloat16."""
+        return "bfloat16" if device.type == "cpu" and self.dtypes[0] == "float16" else self.dtypes[0]
+
+    def load_class(self) -> Any:
+        """The model's class. Raises ValueError where its package is not there, or has no such class."""
+        return getattr(_package(self.package, self.model), self.model)
+
+    def build(self, size: str, settings: Settings) -> Any:
+        """The model in evaluation mode: from a folder, from its part of a pipeline's folder, or random."""
+        cls = self.load_class()
+        if settings.weights is not None:
+            model = _from_folder(cls, settings.weights, self.part, settings.dtype)
+        else:
+            torch.manual_seed(0)
+            with torch.device(settings.device):
+                model = cls(**self._arguments(size))
+        # torch's own `to`: diffusers' tells us that its models know better which parts stay in float32
+        return torch.nn.Module.to(model, settings.device, settings.dtype).eval().requires_grad_(False)
+
+    def make(
+        self,
+        size: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: Path | None = None,
+    ) -> tuple[Any, Call]:
+        """The model of a size, and the call to make of it."""
+        settings = Settings(self.sizes[size], dtype, device, weights)
+        model = self.build(size, settings)
+        return model, self.call(model, settings)
+
+    def _arguments(self, size: str) -> dict[str, Any]:
+        """What the class is made with: the configuration, for transformers as an object of its own class."""
+        config = self.configs[size]
+        if self.package == "diffusers":
+            return config
+        config_class = getattr(_package(self.package), self.model.removesuffix("ForCausalLM") + "Config")
+        return {"config": config_class(**config, vocab_size=VOCABULARY)}
+
+
+def racer_named(name: str) -> Racer:
+    """The race of that name. Raises ValueError with the nearest name, and all of them, where there is
+    none."""
+    if name in RACERS:
+        return RACERS[name]
+    near = difflib.get_close_matches(name, RACERS, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ";"
+    raise ValueError(f"model {name!r} is not known{hint} one of: {', '.join(RACERS)}, or all")
+
+
+def size_named(name: str, size: str, device: torch.device) -> str:
+    """A size of a model; "" is the full one on a GPU, the small one on a CPU. Raises ValueError where it has
+    no such size."""
+    sizes = racer_named(name).sizes
+    size = size or ("full" if device.type == "cuda" else "small")
+    if size not in sizes:
+        raise ValueError(f"{name} has no size {size!r}; one of: {', '.join(sizes)}")
+    return size
+
+
+def check_weights(folder: Path, racer: Racer) -> None:
+    """Raise ValueError if a folder cannot hold the weights of a model, before anything is built.
+
+    The folder is the model's own, with a config.json, or a pipeline's, with the model in its part of it.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--weights {folder}: there is no such folder; give a model's or a pipeline's")
+    found = next(
+        (path for path in (folder / racer.part / "config.json", folder / "config.json") if path.is_file()),
+        None,
+    )
+    if found is None:
+        inner = f", and no {racer.part}/config.json" if racer.part else ""
+        raise ValueError(f"--weights {folder}: it has no config.json{inner}; give a model's or a pipeline's")
+    try:
+        said = json.loads(found.read_text(encoding="utf-8"))
+        names = [said["_class_name"]] if "_class_name" in said else said.get("architectures", [])
+    except (OSError, ValueError, TypeError, AttributeError) as mistake:
+        raise ValueError(f"--weights {folder}: {found.name} cannot be read as JSON: {mistake}") from mistake
+    if names and racer.model not in names:
+        raise ValueError(f"--weights {folder}: it is a {names[0]}, this race needs a {racer.model}")
+
+
+def _package(name: str, wanted: str = "") -> Any:
+    """An imported package. Raises ValueError where it is missing or cannot be imported, or has no such
+    class."""
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"this race needs {name}, which is not installed; pip install {name}")
+    try:
+        package = importlib.import_module(name)
+        if wanted and not hasattr(package, wanted):
+            version = getattr(package, "__version__", "as installed")
+            raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
+    except (
+        ImportError,
+        RuntimeError,
+    ) as failure:  # what these packages raise where something they need is missing
+        said = " ".join(str(failure).split("\n")[:1])
+        raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
+    return package
+
+
+def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
+    inner = folder / part
+    source = inner if (inner / "config.json").is_file() else folder
+    try:
+        return cls.from_pretrained(source, torch_dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as failure:
+        said = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {said}") from failure
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
@@ -58,119 +180,330 @@ def _random(settings: Settings, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 
-def _decode(latents: Tensor) -> Call:
-    return lambda model: model.decode(latents.to(model.dtype), return_dict=False)[0]
+# ---- VAEs: what they are called with follows from their own configuration, so that any folder of weights may
+# race
+
+IMAGE, VIDEO, IMAGES = ("height", "width"), ("height", "width", "frames"), ("images", "height", "width")
 
 
-WAN22 = {
-    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2,
-    "scale_factor_spatial": 16, "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
-}  # fmt: skip
-FLUX_VAE = {
-    "down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4, "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False,
-}  # fmt: skip
+def _ratios(model: Any) -> tuple[int, int]:
+    """How many pixels a side, and how many frames, one latent stands for."""
+    config = model.config
+    halved = 2 ** (len(config.get("block_out_channels") or config.get("dim_mult")) - 1)
 
+    def first(*names: str, default: int) -> int:
+        said = next((config[name] for name in names if config.get(name)), None)
+        return said or next((vars(model)[name] for name in names if vars(model).get(name)), default)
 
-def wan_vae(settings: Settings) -> tuple[Any, Call]:
-    height, width, frames = settings.size
-    model = _made(settings, _diffusers("AutoencoderKLWan"), "vae")
-    return model, _decode(_random(settings, 1, 16, 1 + (frames - 1) // 4, height // 8, width // 8))
-
-
-def wan22_vae(settings: Settings) -> tuple[Any, Call]:
-    height, width, frames = settings.size
-    model = _made(settings, _diffusers("AutoencoderKLWan"), "vae", **WAN22)
-    return model, _decode(_random(settings, 1, 48, 1 + (frames - 1) // 4, height // 16, width // 16))
-
-
-def flux_vae(settings: Settings) -> tuple[Any, Call]:
-    height, width = settings.size
-    return _made(settings, _diffusers("AutoencoderKL"), "vae", **FLUX_VAE), _decode(_random(settings, 1, 16, height // 8, width // 8))
-
-
-def ltx_vae(settings: Settings) -> tuple[Any, Call]:
-    height, width, frames = settings.size
-    model = _made(settings, _diffusers("AutoencoderKLLTXVideo"), "vae")
-    return model, _decode(_random(settings, 1, 128, 1 + (frames - 1) // 8, height // 32, width // 32))
-
-
-def flux(settings: Settings) -> tuple[Any, Call]:
-    double, single, side, words = settings.size
-    model = _made(
-        settings, _diffusers("FluxTransformer2DModel"), "transformer", num_layers=double, num_single_layers=single, guidance_embeds=True
+    return (
+        first("scale_factor_spatial", "spatial_compression_ratio", default=halved),
+        first("scale_factor_temporal", "temporal_compression_ratio", default=4),
     )
+
+
+def _decode(axes: Sequence[str], video: bool) -> MakeCall:
+    """Decode random latents, `[B, C, H, W]`, of a video's VAE `[B, C, T, H, W]`."""
+
+    def make(model: Any, settings: Settings) -> Call:
+        size = dict(zip(axes, settings.size, strict=True))
+        space, time = _ratios(model)
+        batch, channels = (
+            size.get("images", 1),
+            model.config.get("latent_channels") or model.config.get("z_dim"),
+        )
+        between = (1 + (size.get("frames", 1) - 1) // time,) if video else ()
+        plane = (size["height"] // space, size["width"] // space)
+        latents = _random(settings, batch, channels, *between, *plane)
+        # LTX 0.9.1 and later is told how much noise is left
+        noise = [torch.full((batch,), 0.05)] if model.config.get("timestep_conditioning") else []
+
+        def call(model: Any) -> Tensor:
+            inputs = (x.to(latents.device, model.dtype) for x in (latents, *noise))
+            return model.decode(*inputs, return_dict=False)[0]
+
+        return call
+
+    return make
+
+
+def _encode(axes: Sequence[str], video: bool) -> MakeCall:
+    """Encode random pictures, `[B, 3, (T,) H, W]` in [-1, 1]; the output is the mean of the latents'
+    distribution."""
+
+    def make(model: Any, settings: Settings) -> Call:
+        size = dict(zip(axes, settings.size, strict=True))
+        between = (size.get("frames", 1),) if video else ()
+        shape = (size.get("images", 1), 3, *between, size["height"], size["width"])
+        pixels = _random(settings, *shape).clamp(-1, 1)
+        return lambda model: model.encode(pixels.to(model.dtype), return_dict=False)[0].mode()
+
+    return make
+
+
+def _vae(
+    name: str, title: str, model: str, axes: tuple[str, ...], *, tiny: tuple[int, ...],
+    small: tuple[int, ...],
+    full: tuple[int, ...], full_encode: tuple[int, ...] | None = None, video: bool = True,
+    dtypes: tuple[str, ...] = ("bfloat16",),
+) -> dict[str, Racer]:  # fmt: skip
+    """A VAE's two races, `NAME` (decode) and `NAME-encode`."""
+    by_size = {
+        "tiny": configs.TINY[name],
+        "small": configs.SMALL.get(name, configs.FULL[name]),
+        "full": configs.FULL[name],
+    }
+    shown = f"({' x '.join(axes)})"
+
+    def racer(what: str, part: str, largest: tuple[int, ...], call: MakeCall, pictures: bool) -> Racer:
+        return Racer(
+            f"{title} {what}", "diffusers", model, {"tiny": tiny, "small": small, "full": largest}, by_size,
+            call,
+            shown, "vae", part, pictures, dtypes,
+        )  # fmt: skip
+
+    return {
+        name: racer("decode", "decoder", full, _decode(axes, video), True),
+        f"{name}-encode": racer("encode", "encoder", full_encode or full, _encode(axes, video), False),
+    }
+
+
+# ---- transformers and U-Nets
+
+
+def _flux(model: Any, settings: Settings) -> Call:
+    *_, side, words = settings.size
+    config = model.config
     pixels = torch.arange(side * side, device=settings.device)
     places = torch.stack([torch.zeros_like(pixels), pixels // side, pixels % side], 1).float()
-    image, text = _random(settings, 1, side * side, 64), _random(settings, 1, words, 4096)
-    pooled, half = _random(settings, 1, 768), torch.full((1,), 0.5, device=settings.device)
+    image = _random(settings, 1, side * side, config.in_channels)
+    text, pooled = (
+        _random(settings, 1, words, config.joint_attention_dim),
+        _random(settings, 1, config.pooled_projection_dim),
+    )
+    half = torch.full((1,), 0.5, device=settings.device)
 
     def call(model: Any) -> Tensor:
         inputs = (x.to(model.dtype) for x in (image, text, pooled, half, 8 * half))
         names = ("hidden_states", "encoder_hidden_states", "pooled_projections", "timestep", "guidance")
-        return model(**dict(zip(names, inputs, strict=True)), img_ids=places, txt_ids=places.new_zeros(words, 3), return_dict=False)[0]
+        return model(
+            **dict(zip(names, inputs, strict=True)),
+            img_ids=places,
+            txt_ids=places.new_zeros(words, 3),
+            return_dict=False,
+        )[0]
 
-    return model, call
+    return call
 
 
-def wan(settings: Settings) -> tuple[Any, Call]:
-    layers, frames, height, width, words = settings.size
-    heads = 12 if layers > 2 else 4
-    model = _made(
-        settings, _diffusers("WanTransformer3DModel"), "transformer", num_layers=layers, num_attention_heads=heads, ffn_dim=heads * 128 * 4
-    )
-    video, text = _random(settings, 1, 16, frames, height, width), _random(settings, 1, words, 4096)
+def _wan(model: Any, settings: Settings) -> Call:
+    _, frames, height, width, words = settings.size
+    video = _random(settings, 1, model.config.in_channels, frames, height, width)
+    text = _random(settings, 1, words, model.config.text_dim)
+    step = torch.full((1,), 500, device=settings.device)
 
     def call(model: Any) -> Tensor:
-        step = torch.full((1,), 500, device=settings.device)
-        return model(video.to(model.dtype), timestep=step, encoder_hidden_states=text.to(model.dtype), return_dict=False)[0]
+        inputs = {"hidden_states": video.to(model.dtype), "encoder_hidden_states": text.to(model.dtype)}
+        return model(**inputs, timestep=step, return_dict=False)[0]
 
-    return model, call
+    return call
 
 
-def _mamba(settings: Settings, layers: int, hidden: int) -> Any:
-    transformers = importlib.import_module("transformers")
-    config = transformers.MambaConfig(num_hidden_layers=layers, hidden_size=hidden, vocab_size=1024)
-    return _made(settings, transformers.MambaForCausalLM, "", config=config)
+def _qwen_image(model: Any, settings: Settings) -> Call:
+    _, side, words = settings.size
+    image = _random(settings, 1, side * side, model.config.in_channels)
+    text = _random(settings, 1, words, model.config.joint_attention_dim)
+    half = torch.full((1,), 0.5, device=settings.device)
+    return lambda model: model(
+        hidden_states=image.to(model.dtype), encoder_hidden_states=text.to(model.dtype),
+        timestep=half.to(model.dtype),
+        encoder_hidden_states_mask=torch.ones(1, words, dtype=torch.bool, device=image.device),
+        img_shapes=[[(1, side, side)]], return_dict=False,
+    )[0]  # fmt: skip
+
+
+def _unet(model: Any, settings: Settings) -> Call:
+    """One step: a picture with its prompt and without; SDXL's also with a pooled text and six sizes."""
+    batch, height, width = settings.size
+    config = model.config
+    latents = _random(settings, batch, config.in_channels, height // 8, width // 8)
+    text = _random(settings, batch, 77, config.cross_attention_dim)  # CLIP's 77 words
+    step = torch.tensor(500, device=settings.device)
+    added: dict[str, Tensor] = {}
+    if config.addition_embed_type == "text_time":
+        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        times = torch.tensor([height, width, 0, 0, height, width], device=settings.device)
+        added = {"text_embeds": _random(settings, batch, pooled), "time_ids": times.repeat(batch, 1)}
+
+    def call(model: Any) -> Tensor:
+        conditions = {name: value.to(model.dtype) for name, value in added.items()} or None
+        inputs = (latents.to(model.dtype), step, text.to(model.dtype))
+        return model(*inputs, added_cond_kwargs=conditions, return_dict=False)[0]
+
+    return call
+
+
+def _by_size(name: str) -> dict[str, configs.Config]:
+    base = name.removesuffix("-decode")
+    return {"tiny": configs.TINY[base], "small": configs.SMALL[base], "full": configs.FULL[name]}
+
+
+# ---- state-space models
 
 
 def _tokens(settings: Settings, batch: int, length: int) -> Tensor:
-    return torch.randint(1024, (batch, length), generator=torch.Generator().manual_seed(1)).to(settings.device)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(VOCABULARY, (batch, length), generator=generator).to(settings.device)
 
 
-def mamba(settings: Settings) -> tuple[Any, Call]:
-    layers, hidden, batch, length = settings.size
+def _prefill(model: Any, settings: Settings) -> Call:
+    *_, batch, length = settings.size
     tokens = _tokens(settings, batch, length)
-    return _mamba(settings, layers, hidden), lambda model: model(tokens, use_cache=False).logits
+    return lambda model: model(tokens, use_cache=False).logits
 
 
-def mamba_decode(settings: Settings) -> tuple[Any, Call]:
-    """The logits of every step after a short prompt. The tokens are the prompt's own, so that a tie decides nothing."""
-    layers, hidden, batch, steps = settings.size
+def _generate(model: Any, settings: Settings) -> Call:
+    """The logits of every step after a short prompt. The tokens are the prompt's own, so that a tie decides
+    nothing."""
+    *_, batch, steps = settings.size
     prompt = _tokens(settings, batch, 8)
-    rules = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+    rules = {
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
 
     def same_token(sequences: Tensor, scores: Tensor) -> Tensor:
         forced = torch.full_like(scores, -math.inf)
         return forced.index_fill(1, prompt[0, :1], 0.0)
 
     def call(model: Any) -> Tensor:
-        found = model.generate(prompt, max_new_tokens=steps, logits_processor=[same_token], **rules)
-        return torch.stack(found.logits)
+        generated = model.generate(prompt, max_new_tokens=steps, logits_processor=[same_token], **rules)
+        return torch.stack(generated.logits)
 
-    return _mamba(settings, layers, hidden), call
+    return call
 
 
-IMAGE, VIDEO = "(height x width)", "(height x width x frames)"
-RACERS = {
-    "wan-vae": Racer("Wan 2.1 VAE decode", {"tiny": (16, 24, 5), "small": (32, 48, 5), "full": (480, 832, 81)}, wan_vae, True, VIDEO),
-    "wan22-vae": Racer("Wan 2.2 VAE decode", {"tiny": (32, 32, 5), "small": (64, 96, 9), "full": (704, 1280, 61)}, wan22_vae, True, VIDEO),
-    "flux-vae": Racer("Flux VAE decode", {"tiny": (32, 32), "small": (128, 128), "full": (1024, 1024)}, flux_vae, True, IMAGE),
-    "ltx-vae": Racer("LTX VAE decode", {"tiny": (32, 32, 9), "small": (64, 96, 17), "full": (512, 768, 121)}, ltx_vae, True, VIDEO),
-    "flux": Racer("Flux transformer", {"tiny": (1, 1, 4, 8), "small": (1, 1, 16, 64), "full": (4, 8, 64, 512)}, flux, False),
-    "wan": Racer("Wan transformer", {"tiny": (1, 1, 4, 4, 8), "small": (2, 2, 8, 12, 16), "full": (4, 21, 60, 104, 512)}, wan, False),
-    "mamba": Racer("Mamba prefill", {"tiny": (1, 64, 1, 16), "small": (2, 256, 2, 128), "full": (4, 1536, 8, 2048)}, mamba, False),
-    "mamba-decode": Racer(
-        "Mamba decode", {"tiny": (1, 64, 2, 4), "small": (2, 256, 2, 16), "full": (24, 1536, 8, 32)}, mamba_decode, False
+def _mamba(name: str, title: str, model: str, layers: str, *, prefill: tuple[int, int]) -> dict[str, Racer]:
+    """A state-space family's two races, `NAME` (prefill) and `NAME-decode`. `prefill` is its full batch and
+    length."""
+
+    def racer(key: str, what: str, call: MakeCall, runs: dict[str, tuple[int, int]]) -> Racer:
+        by_size = _by_size(key)
+        sizes = {}
+        for size, run in runs.items():
+            config = by_size[size]
+            sizes[size] = (config["num_hidden_layers"], _width(key, config), *run)
+        note = f"{by_size['full']['num_hidden_layers']} layers of {layers}, a vocabulary of {VOCABULARY}"
+        cls = f"{model}ForCausalLM"
+        return Racer(f"{title} {what}", "transformers", cls, sizes, by_size, call, note=note)
+
+    prompts = {"tiny": (1, 16), "small": (2, 128), "full": prefill}
+    steps = {"tiny": (2, 4), "small": (2, 16), "full": (8, 32)}
+    return {
+        name: racer(name, "prefill", _prefill, prompts),
+        f"{name}-decode": racer(f"{name}-decode", "decode", _generate, steps),
+    }
+
+
+def _width(name: str, config: configs.Config) -> int:
+    """The hidden size of a state-space model; where the configuration leaves it to the class, its default."""
+    defaults = {"mamba2": 4096, "jamba": 4096, "bamba": 4096, "zamba2": 2560}
+    return config.get("hidden_size") or defaults[name.removesuffix("-decode")]
+
+
+_HALF = ("float16",)
+_FOUND: dict[str, Racer] = {
+    **_vae(
+        "wan-vae", "Wan 2.1 VAE", "AutoencoderKLWan", VIDEO,
+        tiny=(16, 24, 5), small=(32, 48, 5), full=(480, 832, 81), full_encode=(480, 832, 33),
     ),
-}
+    **_vae(
+        "wan22-vae", "Wan 2.2 VAE", "AutoencoderKLWan", VIDEO,
+        tiny=(32, 32, 5), small=(64, 96, 9), full=(704, 1280, 61), full_encode=(704, 1280, 33),
+    ),
+    **_vae(
+        "qwen-image-vae", "Qwen-Image VAE", "AutoencoderKLQwenImage", IMAGE,
+        tiny=(16, 24), small=(64, 64), full=(1328, 1328),
+    ),
+    **_vae(
+        "ltx-vae", "LTX VAE", "AutoencoderKLLTXVideo", VIDEO,
+        tiny=(32, 32, 9), small=(64, 96, 17), full=(512, 768, 121),
+    ),
+    **_vae(
+        "ltx2-vae", "LTX-2 VAE", "AutoencoderKLLTX2Video", VIDEO,
+        tiny=(64, 64, 9), small=(64, 96, 17), full=(512, 768, 121),
+    ),
+    **_vae(
+        "hunyuan-vae", "HunyuanVideo VAE", "AutoencoderKLHunyuanVideo", VIDEO,
+        tiny=(32, 32, 9), small=(64, 64, 5), full=(544, 960, 33),
+    ),
+    **_vae(
+        "cogvideox-vae", "CogVideoX VAE", "AutoencoderKLCogVideoX", VIDEO,
+        tiny=(32, 48, 9), small=(64, 64, 9), full=(480, 720, 49),
+    ),
+    **_vae(
+        "sd-vae", "Stable Diffusion VAE", "AutoencoderKL", IMAGES, video=False, dtypes=("bfloat16",),
+        tiny=(2, 16, 24), small=(2, 64, 64), full=(4, 512, 512),
+    ),
+    **_vae(
+        "sdxl-vae", "SDXL VAE", "AutoencoderKL", IMAGE, video=False, dtypes=("float16", "float32"),
+        tiny=(16, 24), small=(128, 128), full=(1024, 1024),
+    ),
+    **_vae(
+        "flux-vae", "Flux VAE", "AutoencoderKL", IMAGE, video=False,
+        tiny=(32, 32), small=(128, 128), full=(1024, 1024),
+    ),
+    **_vae(
+        "flux2-vae", "Flux 2 VAE", "AutoencoderKLFlux2", IMAGE, video=False,
+        tiny=(32, 32), small=(128, 128), full=(1024, 1024),
+    ),
+    "flux": Racer(
+        "Flux transformer", "diffusers", "FluxTransformer2DModel",
+        {"tiny": (1, 1, 4, 8), "small": (1, 1, 16, 64), "full": (4, 8, 64, 512)}, _by_size("flux"), _flux,
+        part="transformer", note="4 of 19 and 8 of 38 blocks, 1024 x 1024 pixels, 512 words",
+    ),
+    "wan": Racer(
+        "Wan transformer", "diffusers", "WanTransformer3DModel",
+        {"tiny": (1, 1, 4, 4, 8), "small": (2, 2, 8, 12, 16), "full": (4, 21, 60, 104, 512)},
+        _by_size("wan"), _wan,
+        part="transformer", note="4 of 30 blocks of Wan 2.1 1.3B, 480 x 832 pixels, 81 frames, 512 words",
+    ),
+    "qwen-image": Racer(
+        "Qwen-Image transformer", "diffusers", "QwenImageTransformer2DModel",
+        {"tiny": (1, 4, 8), "small": (1, 16, 64), "full": (4, 83, 512)}, _by_size("qwen-image"), _qwen_image,
+        part="transformer", note="4 of 60 blocks, 1328 x 1328 pixels, 512 words",
+    ),
+    "sdxl-unet": Racer(
+        "SDXL U-Net", "diffusers", "UNet2DConditionModel",
+        {"tiny": (2, 64, 64), "small": (2, 256, 256), "full": (2, 1024, 1024)}, _by_size("sdxl-unet"), _unet,
+        f"({' x '.join(IMAGES)})", "unet", dtypes=_HALF,
+    ),
+    "sd15-unet": Racer(
+        "Stable Diffusion 1.5 U-Net", "diffusers", "UNet2DConditionModel",
+        {"tiny": (2, 64, 64), "small": (2, 128, 128), "full": (2, 512, 512)}, _by_size("sd15-unet"), _unet,
+        f"({' x '.join(IMAGES)})", "unet", dtypes=_HALF,
+    ),
+    # Stock's scans are loops in Python over the length (Mamba, Falcon Mamba, Jamba), or hold scores of every
+    # pair of tokens in a chunk, for every head (the others): the lengths are what a card has time and memory
+    # for.
+    **_mamba("mamba", "Mamba", "Mamba", "Mamba 790M's 48", prefill=(8, 2048)),
+    **_mamba("mamba2", "Mamba-2", "Mamba2", "Mamba-Codestral 7B's 64", prefill=(1, 1024)),
+    **_mamba("falcon-mamba", "Falcon Mamba", "FalconMamba", "Falcon Mamba 7B's 64", prefill=(2, 1024)),
+    **_mamba("jamba", "Jamba", "Jamba", "Jamba v0.1's 32 with 2 of 16 experts", prefill=(2, 1024)),
+    **_mamba("bamba", "Bamba", "Bamba", "Bamba 9B's 32", prefill=(1, 1024)),
+    **_mamba("falcon-h1", "Falcon H1", "FalconH1", "Falcon H1 7B's 44", prefill=(1, 1024)),
+    **_mamba("zamba2", "Zamba2", "Zamba2", "Zamba2 2.7B's 54", prefill=(1, 1024)),
+}  # fmt: skip
+
+# In the order of `turnout race all`: what was found slower than stock first, what has been raced often last.
+_FIRST = (
+    "hunyuan-vae", "sdxl-unet", "cogvideox-vae", "qwen-image-vae", "hunyuan-vae-encode", "wan-vae-encode",
+    "flux-vae-encode", "ltx-vae-encode", "sd-vae", "sdxl-vae", "flux2-vae", "ltx2-vae", "sd15-unet", "flux",
+    "wan",
+    "qwen-image", "mamba", "mamba-decode", "mamba2", "mamba2-decode", "falcon-mamba", "falcon-mamba-decode",
+    "jamba",
+    "jamba-decode", "bamba", "bamba-decode", "falcon-h1", "falcon-h1-decode", "zamba2", "zamba2-decode",
+)  # fmt: skip
+RACERS: dict[str, Racer] = {name: _FOUND[name] for name in (*_FIRST, *_FOUND)}

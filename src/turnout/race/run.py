@@ -1,13 +1,23 @@
-"""Stock and accelerated in turns in one run: time, peak memory, and how far each is from the same model in float32."""
+"""Stock and accelerated in turns in one run: time, first call, peak memory, and how far the outputs are
+apart.
+
+Three lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, with
+torch.compile of the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's
+`forward`; `generate` runs the model's `forward` through the model itself. So the lane replaces that module's
+`forward` by the compiled one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,32 +25,77 @@ from torch import Tensor
 
 from turnout.bench.sweep import commit
 from turnout.models.accelerate import Report, accelerate, restore
-from turnout.race.kernels import Trace, traced
-from turnout.race.models import RACERS, Settings
+from turnout.race.kernels import Share, Trace, traced
+from turnout.race.machine import machine, now
+from turnout.race.models import RACERS, Racer
 from turnout.routing import versions
 
-BRIEF = 200.0  # milliseconds; a briefer call notices that the model has just changed its shape, so one goes before it
+BRIEF = 200.0  # milliseconds: a briefer call notices that the model has just changed, so one goes before it
+FEW = 4  # rounds: with fewer there are no quartiles, and the spread is from the fastest to the slowest
+CHUNK = 2**24  # elements that are compared at once
 STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
 
 
 @dataclass
 class Lane:
-    """One contestant: milliseconds (median and interquartile range), of which the host took so many to ask for everything (a card that has
-    nothing left to do when the last is asked for waits for its host), extra memory in MiB at the peak, decibels against float32."""
+    """One contestant: milliseconds of a call (median and spread), of the first call, and of the host until
+    all was asked for (a card that has nothing left to do by then waits for its host); extra memory in MiB at
+    the peak; decibels against the stock model in float32, and against the stock lane, with the largest
+    difference from it."""
 
     ms: float = math.nan
-    iqr: float = math.nan
+    spread: float = math.nan
+    first_ms: float = math.nan
     host_ms: float | None = None
     peak_mib: float | None = None
     psnr: float = math.nan
+    psnr_stock: float = math.nan
+    max_error: float = math.nan
     trace: Trace | None = None
     output: Tensor | None = None
     samples: list[float] = field(default_factory=list)
     host_samples: list[float] = field(default_factory=list)
+    failed: str | None = None  # why there are no figures
 
-    def figures(self) -> dict[str, float | None]:
-        numbers = {"ms": self.ms, "iqr": self.iqr, "host_ms": self.host_ms, "peak_mib": self.peak_mib, "psnr": self.psnr}
-        return {name: None if value is None or not math.isfinite(value) else round(value, 3) for name, value in numbers.items()}
+    def figures(self) -> dict[str, Any]:
+        """The figures as JSON has them: rounded, None where there is none. An exact match has no decibels."""
+        if self.failed is not None:
+            return {"failed": self.failed}
+        names = ("ms", "spread", "first_ms", "host_ms", "peak_mib", "psnr", "psnr_stock")
+        numbers = {name: _rounded(getattr(self, name)) for name in names}
+        error = None if math.isnan(self.max_error) else float(f"{self.max_error:.3g}")
+        return {**numbers, "max_error": error, "samples": [round(sample, 3) for sample in self.samples]}
+
+    def settle(self, on_gpu: bool) -> None:
+        """Work the figures out of the samples."""
+        self.ms, self.spread = statistics.median(self.samples), spread(self.samples)
+        self.host_ms = statistics.median(self.host_samples) if on_gpu else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)
+
+
+def in_ms(value: float) -> str:
+    """Milliseconds with three digits at least.
+
+    >>> in_ms(1836.2), in_ms(582.44), in_ms(18.123)
+    ('1,836', '582.4', '18.12')
+    """
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def spread(samples: list[float]) -> float:
+    """How far apart samples lie: the interquartile range of four or more, else from the least to the
+    greatest.
+
+    >>> spread([10.0, 12.0, 11.0]), spread([1.0, 2.0, 3.0, 4.0, 100.0])
+    (2.0, 2.0)
+    """
+    if len(samples) < FEW:
+        return max(samples) - min(samples)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high - low
 
 
 @dataclass
@@ -48,97 +103,251 @@ class Race:
     """All that was seen of one race."""
 
     model: str
+    size: str
     what: str
     dtype: str
     device: str
     lanes: dict[str, Lane]
     report: Report
     versions: dict[str, str]
+    machine: dict[str, Any]
+    date: str
+    commit: str | None
+    compiled: str = ""  # the part that torch.compile was given; "" is the model itself
+    weights: str = "random"
 
     @property
     def speedup(self) -> float:
         return self.lanes[STOCK].ms / self.lanes[ACCELERATED].ms
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest speed-up of a round, in each of which stock and accelerated ran one
+        after the other."""
+        pairs = zip(self.lanes[STOCK].samples, self.lanes[ACCELERATED].samples, strict=False)
+        ratios = [stock / fast for stock, fast in pairs]
+        return min(ratios), max(ratios)
+
+    @property
+    def verdict(self) -> str:
+        """`faster`, `slower`, `within noise`, or `wrong`, which has no speed.
+
+        Within noise: the medians are apart by no more than the rounds of one of the two are.
+        """
+        stock, fast = self.lanes[STOCK], self.lanes[ACCELERATED]
+        if fast.failed is not None:
+            return "wrong"
+        if abs(stock.ms - fast.ms) <= max(stock.spread, fast.spread):
+            return "within noise"
+        return "faster" if fast.ms < stock.ms else "slower"
+
+    def headline(self) -> str:
+        """The result in a line, with its uncertainty."""
+        stock, fast = self.lanes[STOCK], self.lanes[ACCELERATED]
+        if fast.failed is not None:
+            return f"no speed: {fast.failed}"
+        low, high = self.bounds
+        rounds = f"{len(fast.samples)} rounds of {low:.2f}x to {high:.2f}x"
+        times = f"{in_ms(stock.ms)} -> {in_ms(fast.ms)} ms, {rounds}"
+        within = self.verdict == "within noise"
+        own = f"; stock's own rounds are {in_ms(stock.spread)} ms apart, accelerated's {in_ms(fast.spread)}"
+        noise = own if within else ""
+        return f"{self.speedup:.2f}x stock, {self.verdict} ({times}{noise})"
+
     def row(self) -> dict[str, Any]:
         """One line of JSON: figures only."""
-        lanes = {name: lane.figures() for name, lane in self.lanes.items()}
-        accelerated = self.lanes[ACCELERATED].trace
-        routes = [] if accelerated is None else [asdict(share) for share in accelerated.routes]
-        kinds = {name: lane.trace.by_kind() for name, lane in self.lanes.items() if lane.trace is not None}
+        right = self.lanes[ACCELERATED].failed is None
+        kinds = {name: self.kinds_ms(name) for name, lane in self.lanes.items() if lane.trace is not None}
         return {
-            "model": self.model, "what": self.what, "dtype": self.dtype, "device": self.device, "speedup": round(self.speedup, 3),
-            "lanes": lanes, "routes": routes, "kinds_ms": kinds, "patched": len(self.report.patched), "versions": self.versions,
-            "commit": commit(),
+            "model": self.model, "size": self.size, "what": self.what, "dtype": self.dtype,
+            "device": self.device,
+            "speedup": round(self.speedup, 3) if right else None,
+            "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None,
+            "verdict": self.verdict,
+            "lanes": {name: lane.figures() for name, lane in self.lanes.items()},
+            "compiled": (self.compiled or "model") if COMPILED in self.lanes else None,
+            "routes": [asdict(share) for share in self.routes()], "kinds_ms": kinds,
+            "patched": len(self.report.patched), "weights": self.weights, "versions": self.versions,
+            "machine": self.machine, "date": self.date, "commit": self.commit,
         }  # fmt: skip
+
+    def kinds_ms(self, lane: str) -> dict[str, float]:
+        """Milliseconds of a lane's median call by kind of kernel."""
+        trace = self.lanes[lane].trace
+        times = {} if trace is None else trace.by_kind()
+        return {kind: round(self._scale(lane) * ms, 3) for kind, ms in times.items()}
+
+    def routes(self) -> list[Share]:
+        """The routes of the accelerated model, with milliseconds of its median call."""
+        trace = self.lanes[ACCELERATED].trace
+        shares = [] if trace is None else trace.routes
+        return [replace(share, ms=round(self._scale(ACCELERATED) * share.ms, 3)) for share in shares]
+
+    def _scale(self, lane: str) -> float:
+        """The profiler slows a host down, so that its times are not those of the race. On a CPU they are
+        scaled to the median; a card's kernels keep their own times, and what is missing to the median is time
+        it waited."""
+        trace = self.lanes[lane].trace
+        on_gpu = self.machine["card"] is not None
+        return 1.0 if trace is None else profile_scale(trace.busy, self.lanes[lane].ms, on_gpu=on_gpu)
+
+
+def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
+    """What times under the profiler are to be multiplied with, so that they fit into the median of
+    undisturbed calls."""
+    if busy_ms <= 0:
+        return 1.0
+    return min(1.0, median_ms / busy_ms) if on_gpu else median_ms / busy_ms
 
 
 def race(
-    name: str, size: str, dtype: torch.dtype, device: torch.device, *, weights: Any = None, numerics: str | None = None,
-    rounds: int = 10, seconds: float = 20.0, compiled: bool = False, say: Callable[[str], object] = lambda step: None,
+    name: str, size: str, dtype: torch.dtype, device: torch.device, *, weights: Path | None = None,
+    numerics: str | None = None, rounds: int = 10, seconds: float = 20.0, compiled: bool = False,
+    profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
+    backend: str | Callable[..., Any] = "inductor", on_progress: Callable[[str], object] = lambda step: None,
 ) -> Race:  # fmt: skip
-    """Run one model in turns: once to warm up, then two rounds at least, at most `rounds`, or until `seconds` have passed."""
+    """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or
+    until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
+    comes last.
+
+    `compiled` adds torch.compile with that `backend`; where it cannot compile the model, its lane says why.
+    `profiled` names the lanes of which one more call runs under the profiler.
+    """
     if rounds < 2:
-        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of how far times lie apart")
+        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")
     racer = RACERS[name]
-    say("building")
+    on_progress("building")
+    lanes = {STOCK: Lane(), ACCELERATED: Lane()} | ({COMPILED: Lane()} if compiled else {})
     with torch.no_grad():
-        model, call = racer.make(Settings(racer.sizes[size], dtype, device, weights))
-        lanes = {STOCK: Lane(), ACCELERATED: Lane()} | ({COMPILED: Lane()} if compiled else {})
-        runs = {STOCK: lambda: call(model), ACCELERATED: lambda: call(model)}
-        if compiled:
-            graph = torch.compile(model)
-            runs[COMPILED] = lambda: call(graph)
-        say("float32")
+        model, call = racer.make(size, dtype, device, weights)
+        on_progress("float32")
         truth = _in_float32(model, call) if dtype is not torch.float32 else None
+        contestant = _Contestant(model, call, racer, numerics, backend)
         report = accelerate(model, numerics=numerics)
-        for lane, run in _turns(lanes, runs, model, numerics):
-            say(f"first {lane}")
-            run()
-            before = _reset_peak(device)
-            output = _timed(run, lanes[lane], device)
-            lanes[lane].peak_mib = None if before is None else (torch.cuda.max_memory_allocated(device) - before) / 2**20
-            if truth is not None:
-                lanes[lane].psnr = psnr(output, truth, 2.0 if racer.pictures else None)
-            lanes[lane].output = output.cpu() if racer.pictures else None
-            del output
+        restore(model)
+        for lane in lanes:
+            on_progress(f"first call of {lane}")
+            _first_calls(lane, lanes, contestant, truth, device, span=2.0 if racer.pictures else None)
+        running = [lane for lane in lanes if lanes[lane].failed is None]
         end = time.perf_counter() + seconds
         for i in range(1, rounds):
-            for lane, run in _turns(lanes, runs, model, numerics):
-                say(f"round {i + 1}, {lane}")
-                if lanes[lane].samples[0] < BRIEF:
-                    run()
-                _timed(run, lanes[lane], device)
+            for lane in running if i % 2 == 0 else reversed(running):
+                on_progress(f"round {i + 1} of at most {rounds}, {lane}")
+                with contestant.prepared(lane) as run:
+                    if lanes[lane].samples[0] < BRIEF:
+                        run()
+                    _timed(run, lanes[lane], device)
             if time.perf_counter() > end:
                 break
-        for lane, run in _turns(lanes, runs, model, numerics):
-            say(f"profile of {lane}")
-            lanes[lane].trace = traced(run, device, routes=lane == ACCELERATED)
+        for lane in [lane for lane in running if lane in profiled]:
+            on_progress(f"profile of {lane}")
+            with contestant.prepared(lane) as run:
+                lanes[lane].trace = traced(run, device, routes=lane == ACCELERATED)
         restore(model)
-    for lane in lanes.values():
-        lane.ms = statistics.median(lane.samples)
-        quarters = statistics.quantiles(lane.samples, n=4)
-        lane.iqr = quarters[2] - quarters[0]
-        lane.host_ms = statistics.median(lane.host_samples) if device.type == "cuda" else None
-    return Race(name, racer.describe(size), str(dtype).removeprefix("torch."), _device_name(device), lanes, report, _versions(device))
+    for lane in running:
+        lanes[lane].settle(device.type == "cuda")
+        lanes[lane].output = lanes[lane].output if racer.pictures else None
+    found = machine(device)
+    return Race(
+        name, size, racer.describe(size, given=weights is not None), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes,
+        report,
+        _versions(device), found, now(), commit(), racer.compiled, "random" if weights is None else "given",
+    )  # fmt: skip
 
 
-def _turns(lanes: Any, runs: dict[str, Callable[[], Tensor]], model: Any, numerics: str | None) -> Iterator[tuple[str, Callable]]:
-    """Each lane with the model in its shape."""
-    for lane in lanes:
-        accelerate(model, numerics=numerics) if lane == ACCELERATED else restore(model)
-        yield lane, runs[lane]
+class _Contestant:
+    """One model that takes the shape of each lane in turn: its weights are in memory once."""
+
+    def __init__(
+        self,
+        model: Any,
+        call: Callable[[Any], Tensor],
+        racer: Racer,
+        numerics: str | None,
+        backend: str | Callable[..., Any],
+    ) -> None:
+        self.model, self.call, self.numerics, self.backend = model, call, numerics, backend
+        self.module = model.get_submodule(racer.compiled)
+
+    @functools.cached_property
+    def compiled_forward(self) -> Callable[..., Any]:
+        return torch.compile(self.module.forward, backend=self.backend)
+
+    @contextlib.contextmanager
+    def prepared(self, lane: str) -> Iterator[Callable[[], Tensor]]:
+        """The call, with the model in the shape of a lane."""
+        accelerate(self.model, numerics=self.numerics) if lane == ACCELERATED else restore(self.model)
+        if lane == COMPILED:
+            self.module.forward = self.compiled_forward
+        try:
+            yield lambda: self.call(self.model)
+        finally:
+            if lane == COMPILED:
+                del self.module.forward
+
+
+def _first_calls(
+    lane: str,
+    lanes: dict[str, Lane],
+    contestant: _Contestant,
+    truth: Tensor | None,
+    device: torch.device,
+    span: float | None,
+) -> None:
+    """The first call of a lane, which compiles, and the second, which is its first sample; compare what comes
+    out."""
+    found = lanes[lane]
+    with contestant.prepared(lane) as run:
+        try:
+            before = time.perf_counter()
+            run()
+            _synchronize(device)
+            found.first_ms = 1e3 * (time.perf_counter() - before)
+            held = _reset_peak(device)
+            output = _timed(run, found, device)
+        except Exception as failure:  # of many kinds; the other lanes have figures all the same
+            if lane != COMPILED:
+                raise
+            words = " ".join(str(failure).split())
+            found.failed = f"{type(failure).__name__}: {words}"[:300]
+            return
+        found.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
+    if truth is not None:
+        found.psnr, _ = compare(output, truth, span)
+    if lane != STOCK:
+        stock = lanes[STOCK].output
+        assert stock is not None
+        found.psnr_stock, found.max_error = compare(output, stock, span)
+        if math.isnan(found.max_error) and bool(stock.isfinite().all()):
+            found.failed = "its output has NaN or infinity where stock's has none"
+    found.output = output.cpu()
 
 
 def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> Tensor:
-    """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless somebody said no)."""
+    """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless
+    somebody said no)."""
     return call(copy.deepcopy(model).float()).float().cpu()
 
 
-def psnr(output: Tensor, truth: Tensor, span: float | None = None) -> float:
-    """Decibels of the values' span over the error."""
-    span = span if span is not None else float(truth.max() - truth.min())
-    error = float((output.cpu().double() - truth.double()).square().mean())
-    return math.inf if error == 0 else 10 * math.log10(span**2 / error)
+def compare(output: Tensor, other: Tensor, span: float | None = None) -> tuple[float, float]:
+    """Decibels of the values' span (default: that of `other`) over the error, and the largest difference; NaN
+    for both where one of them is not finite.
+
+    >>> compare(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.9]), 1.0)  # doctest: +ELLIPSIS
+    (23.01..., 0.1...)
+    """
+    if output.shape != other.shape:
+        shapes = f"{list(output.shape)} and {list(other.shape)}"
+        raise ValueError(f"outputs of {shapes} cannot be compared: one call, two shapes")
+    span = span if span is not None else float(other.max().double() - other.min().double())
+    total, largest = 0.0, 0.0
+    for one, two in zip(output.flatten().split(CHUNK), other.flatten().split(CHUNK), strict=True):
+        apart = one.double() - two.to(one.device).double()
+        total += float(apart.square().sum())
+        largest = max(largest, float(apart.abs().max()))
+    if not math.isfinite(total):
+        return math.nan, math.nan
+    return (10 * math.log10(span**2 / (total / output.numel())) if total and span else math.inf), largest
 
 
 def _reset_peak(device: torch.device) -> int | None:
@@ -151,23 +360,23 @@ def _reset_peak(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tensor:
-    """One more sample of a lane."""
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tensor:
+    """One more sample of a lane."""
+    _synchronize(device)
     before = time.perf_counter()
     output = run()
     lane.host_samples.append(1e3 * (time.perf_counter() - before))
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     lane.samples.append(1e3 * (time.perf_counter() - before))
     return output
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
 def _versions(device: torch.device) -> dict[str, str]:
     models = {name: versions.installed(name) for name in ("diffusers", "transformers")}
-    return versions.for_device(device.type) | {name: version for name, version in models.items() if version is not None}
+    found = {name: version for name, version in models.items() if version is not None}
+    return versions.for_device(device.type) | found
