@@ -233,7 +233,7 @@ ZOO = {
         "rms_norm_silu_into",
     ),
     "ltx2": (ltx2, decode(1, 4, 2, 3, 4), "rms_norm_silu_into"),
-    "hunyuan": (hunyuan, decode(2, 4, 3, 4, 6), "group_norm_silu_into"),
+    "hunyuan": (hunyuan, decode(2, 4, 3, 4, 6), "group_norm_silu_pad"),
     "cogvideox": (cogvideox, decode(1, 4, 3, 4, 6), "causal_conv3d"),
     "flux": (flux, call_flux, "norm_rope"),
     "wan-transformer": (wan_transformer, call_wan, "norm_rope"),

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import turnout
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
-from turnout.models.video import as_video, channels_last, may_write, per_frame
+from turnout.models.video import as_video, channels_last, per_frame
+from turnout.ops.group_norm_silu.spatial import repeats
 
 _CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
 
@@ -52,32 +53,21 @@ class SpatialNorm(Adapter):
 
 def _scaled(norm: Any, f: Tensor, zq: Tensor, *, silu: bool) -> Tensor:
     """norm(f) * y(z) + b(z), y and b being linear: a 1x1x1 convolution of repeated pixels is the repeated convolution of each."""
-    layer = norm.norm_layer
-    x = turnout.group_norm_silu(f, layer.num_groups, layer.weight, layer.bias, eps=layer.eps, silu=False)
-    scale, shift = (F.conv3d(zq, conv.weight, conv.bias) for conv in (norm.conv_y.conv, norm.conv_b.conv))
-    if f.shape[2] > 1 and f.shape[2] % 2 == 1:  # the first frame stands alone
-        parts = [(x[:, :, :1], scale[:, :, :1], shift[:, :, :1]), (x[:, :, 1:], scale[:, :, 1:], shift[:, :, 1:])]
-        if may_write(x, scale, shift):
-            for part in parts:
-                _scale_and_shift(*part, silu=silu)
-            return x
-        return torch.cat([_scale_and_shift(*part, silu=silu) for part in parts], 2)
-    return _scale_and_shift(x, scale, shift, silu=silu)
+    layer, apart = norm.norm_layer, f.shape[2] > 1 and f.shape[2] % 2 == 1  # the first frame stands alone
+    if not all(repeats(size, small, int(apart and i == 0)) for i, (size, small) in enumerate(zip(f.shape[2:], zq.shape[2:], strict=True))):
+        zq, apart = _resized(zq, f.shape[2:], apart), False
+    scale, shift = (channels_last(F.conv3d(zq, conv.weight, conv.bias)) for conv in (norm.conv_y.conv, norm.conv_b.conv))
+    return turnout.spatial_norm_silu(
+        f, layer.num_groups, layer.weight, layer.bias, scale, shift, eps=layer.eps, silu=silu, first_apart=apart
+    )
 
 
-def _scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, *, silu: bool) -> Tensor:
-    """Each value of scale and shift holds for a whole block of x. In place, where tensors may be written."""
-    factors = [size // small for size, small in zip(x.shape[2:], scale.shape[2:], strict=True)]
-    if any(size != small * factor for size, small, factor in zip(x.shape[2:], scale.shape[2:], factors, strict=True)):
-        scale, shift = F.interpolate(scale, size=x.shape[2:]), F.interpolate(shift, size=x.shape[2:])
-        factors = [1, 1, 1]
-    blocks = x.unflatten(4, (-1, factors[2])).unflatten(3, (-1, factors[1])).unflatten(2, (-1, factors[0]))
-    scale, shift = (t[:, :, :, None, :, None, :, None] for t in (scale, shift))
-    if may_write(x, scale, shift):
-        blocks.mul_(scale).add_(shift)
-        return F.silu(x, inplace=True) if silu else x
-    y = (blocks * scale + shift).flatten(6, 7).flatten(4, 5).flatten(2, 3)
-    return F.silu(y) if silu else y
+def _resized(zq: Tensor, size: Any, apart: bool) -> Tensor:
+    """The latents at the size of what they scale, as the stock norm makes them."""
+    if not apart:
+        return F.interpolate(zq, size=size)
+    first, rest = F.interpolate(zq[:, :, :1], size=(1, *size[1:])), F.interpolate(zq[:, :, 1:], size=(size[0] - 1, *size[1:]))
+    return torch.cat([first, rest], 2)
 
 
 class ResnetBlock(Adapter):

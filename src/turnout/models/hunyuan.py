@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,20 +11,19 @@ from torch import Tensor, nn
 import turnout
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
-from turnout.models.video import Border, Fill, bordered
+from turnout.models.video import Border, bordered
 
 _CONV = "HunyuanVideoCausalConv3d"
 
 
-def _norm(norm: nn.GroupNorm, x: Tensor, out: Tensor | None = None, *, silu: bool = True) -> Tensor:
-    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu, out=out)
-
-
-def _convolved(module: Any, x: Tensor, fill: Fill | None = None, residual: Tensor | None = None) -> Tensor:
-    """The convolution of x, or of what `fill` makes of it, with repeated edges around it."""
-    wide, _, high, _, before, _ = module.time_causal_padding
-    conv = module.conv
-    whole = bordered(x, Border(before, 0, (high, wide)), fill or (lambda out: x if out is None else out.copy_(x)))
+def _convolved(module: Any, x: Tensor, norm: nn.GroupNorm | None = None, residual: Tensor | None = None) -> Tensor:
+    """The convolution of x, or of SiLU of its norm, with repeated edges around it."""
+    padding, conv = module.time_causal_padding, module.conv
+    if norm is None:
+        wide, _, high, _, before, _ = padding
+        whole = bordered(x, Border(before, 0, (high, wide)), lambda out: x if out is None else out.copy_(x))
+    else:
+        whole = turnout.group_norm_silu_pad(x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps)
     return turnout.conv3d(whole, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
 
 
@@ -57,8 +55,7 @@ class ResnetBlock(Adapter):
         if self.training and self.dropout.p > 0:
             return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
         residual = hidden_states if self.conv_shortcut is None else self.conv_shortcut(hidden_states)
-        x = _convolved(self.conv1, hidden_states, functools.partial(_norm, self.norm1, hidden_states))
-        return _convolved(self.conv2, x, functools.partial(_norm, self.norm2, x), residual)
+        return _convolved(self.conv2, _convolved(self.conv1, hidden_states, self.norm1), self.norm2, residual)
 
 
 class Upsample(Adapter):
@@ -103,7 +100,9 @@ class MidBlock(Adapter):
 
 def _attended(attn: Any, x: Tensor) -> Tensor:
     frames, height, width = x.shape[2:]
-    tokens = _norm(attn.group_norm, x, silu=False).permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T*H*W, C]
+    norm = attn.group_norm
+    normed = turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=False)
+    tokens = normed.permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T*H*W, C]
     q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
     size, found = height * width, []
     for t in range(frames):
@@ -134,7 +133,7 @@ class Decoder(Coder):
         x = self.mid_block(self.conv_in(hidden_states))
         for block in self.up_blocks:
             x = block(x)
-        return _convolved(self.conv_out, x, functools.partial(_norm, self.conv_norm_out, x))
+        return _convolved(self.conv_out, x, self.conv_norm_out)
 
 
 class Encoder(Coder):
@@ -147,4 +146,4 @@ class Encoder(Coder):
         for block in self.down_blocks:
             x = block(x)
         x = self.mid_block(x)
-        return _convolved(self.conv_out, x, functools.partial(_norm, self.conv_norm_out, x))
+        return _convolved(self.conv_out, x, self.conv_norm_out)
