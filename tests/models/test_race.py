@@ -2,7 +2,6 @@
 
 import html.parser
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -374,9 +373,31 @@ def test_every_kind_has_a_look_that_stands_out():
 
 def test_page_says_what_was_not_measured(found):
     found.lanes[STOCK].psnr = found.lanes[ACCELERATED].psnr = math.nan
+    found.no_truth = "reasons"
     text = page.page(found)
     assert "not counted on a CPU" in text
-    assert "this race is in float32" in text
+    assert "not measured: reasons" in text
+    assert race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, profiled=()).no_truth == "this race is in float32"
+
+
+def test_a_model_that_does_not_run_in_float32_still_races(monkeypatch):
+    racer = RACERS["flux-vae"]
+
+    def half_only(model, settings):
+        call = racer.call(model, settings)
+
+        def run(model):
+            if model.dtype is torch.float32:
+                raise RuntimeError("mat_a must be bfloat16\nmore")
+            return call(model)
+
+        return run
+
+    monkeypatch.setitem(RACERS, "flux-vae", replace(racer, call=half_only))
+    found = race("flux-vae", "tiny", torch.bfloat16, CPU, rounds=2, seconds=0, profiled=())
+    assert found.no_truth == "the stock model does not run in float32 here (mat_a must be bfloat16)"
+    assert found.row()["lanes"]["accelerated"]["psnr"] is None
+    assert found.row()["lanes"]["accelerated"]["psnr_stock"] > 30
 
 
 def test_picture_holds_what_was_put_in():
@@ -581,10 +602,8 @@ def test_unknown_names(said):
 
 @pytest.mark.parametrize(("package", "model"), [("diffusers", "flux-vae"), ("transformers", "mamba")])
 def test_packages_that_are_not_there(said, monkeypatch, package, model):
-    keep = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else keep(name, *rest))
+    monkeypatch.setitem(sys.modules, package, None)  # an import of it finds nothing
     assert f"needs {package}, which is not installed; pip install {package}" in said(model, "--size", "tiny")
-    monkeypatch.undo()
 
 
 def test_packages_that_are_too_old_or_broken(monkeypatch):

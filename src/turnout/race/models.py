@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -149,19 +148,17 @@ def check_weights(folder: Path, racer: Racer) -> None:
 def _package(name: str, wanted: str = "") -> Any:
     """An imported package. Raises ValueError where it is missing or cannot be imported, or has no such
     class."""
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(f"this race needs {name}, which is not installed; pip install {name}")
     try:
         package = importlib.import_module(name)
-        if wanted and not hasattr(package, wanted):
-            version = getattr(package, "__version__", "as installed")
-            raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
-    except (
-        ImportError,
-        RuntimeError,
-    ) as failure:  # what these packages raise where something they need is missing
-        said = " ".join(str(failure).split("\n")[:1])
+        has_it = not wanted or hasattr(package, wanted)  # these packages import a class when it is first asked for
+    except (ImportError, RuntimeError) as failure:
+        if isinstance(failure, ModuleNotFoundError) and failure.name == name:
+            raise ValueError(f"this race needs {name}, which is not installed; pip install {name}") from failure
+        said = str(failure).split("\n")[0]
         raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
+    if not has_it:
+        version = getattr(package, "__version__", "as installed")
+        raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
     return package
 
 

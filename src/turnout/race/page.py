@@ -130,7 +130,7 @@ def _tiles(race: Race) -> str:
         mood = "good" if change < -SAME else "bad" if change > SAME else ""
         tiles.append((memory, f"{100 * change:+.0f} %".replace("-", "&minus;"), f"{_mib(stock)} &rarr; {_mib(fast)} MiB at the peak", mood))
     if math.isnan(fast.psnr):
-        tiles.append((likeness, "&ndash;", "not measured: this race is in float32", ""))
+        tiles.append((likeness, "&ndash;", f"not measured: {escape(race.no_truth)}", ""))
     else:
         value, other = (_decibels(lane.psnr) + (" dB" if math.isfinite(lane.psnr) else "") for lane in (fast, stock))
         tiles.append((likeness, value, f"stock: {other}; more is closer", ""))

@@ -115,6 +115,7 @@ class Race:
     commit: str | None
     compiled: str = ""  # the part that torch.compile was given; "" is the model itself
     weights: str = "random"
+    no_truth: str = ""  # why nothing was compared with float32
 
     @property
     def speedup(self) -> float:
@@ -221,7 +222,9 @@ def race(
     with torch.no_grad():
         model, call = racer.make(size, dtype, device, weights)
         on_progress("float32")
-        truth = _in_float32(model, call) if dtype is not torch.float32 else None
+        truth, no_truth = None, "this race is in float32"
+        if dtype is not torch.float32:
+            truth, no_truth = _in_float32(model, call)
         contestant = _Contestant(model, call, racer, numerics, backend)
         report = accelerate(model, numerics=numerics)
         restore(model)
@@ -248,10 +251,11 @@ def race(
         lanes[lane].settle(device.type == "cuda")
         lanes[lane].output = lanes[lane].output if racer.pictures else None
     found = machine(device)
+    what = racer.describe(size, given=weights is not None)
     return Race(
-        name, size, racer.describe(size, given=weights is not None), str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes,
-        report,
+        name, size, what, str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes, report,
         _versions(device), found, now(), commit(), racer.compiled, "random" if weights is None else "given",
+        no_truth,
     )  # fmt: skip
 
 
@@ -323,10 +327,15 @@ def _first_calls(
     found.output = output.cpu()
 
 
-def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> Tensor:
+def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> tuple[Tensor | None, str]:
     """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless
-    somebody said no)."""
-    return call(copy.deepcopy(model).float()).float().cpu()
+    somebody said no), or None and why there is nothing."""
+    try:
+        return call(copy.deepcopy(model).float()).float().cpu(), ""
+    except RuntimeError as failure:  # a kernel that takes half precision only, or no memory for it
+        lines = str(failure).strip().splitlines()
+        said = lines[0] if lines else type(failure).__name__
+        return None, f"the stock model does not run in float32 here ({said})"
 
 
 def compare(output: Tensor, other: Tensor, span: float | None = None) -> tuple[float, float]:
