@@ -1,4 +1,5 @@
-"""scaled_dot_product_attention inside a model: torch's own, whatever it is given, and routed where a route is chosen."""
+"""scaled_dot_product_attention inside a model: torch's own, whatever it is given, and routed where a route is
+chosen."""
 
 import contextlib
 import functools
@@ -21,6 +22,7 @@ from turnout.models.sdpa import scaled_dot_product_attention
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STOCK = sdpa.STOCK
+HALF = {"dtype": torch.bfloat16}
 
 
 def random(*shape, dtype=torch.float32):
@@ -69,7 +71,7 @@ SHAPES = {
 MASKS = {
     "none": lambda q, k: None,
     "bool": lambda q, k: random(q, k) > -1,
-    "bool over keys": lambda q, k: torch.arange(k)[None, None, None] < torch.tensor([k, k // 2])[:, None, None, None],
+    "bool over keys": lambda q, k: (torch.arange(k) < torch.tensor([[k], [k // 2]]))[:, None, None],
     "bool, nothing seen": lambda q, k: torch.zeros(q, k, dtype=torch.bool),
     "float32": lambda q, k: random(q, k),
     "bfloat16": lambda q, k: random(q, k, dtype=torch.bfloat16),
@@ -82,8 +84,10 @@ MASKS = {
     "does not fit": lambda q, k: random(q + 1, k + 1),
 }
 OPTIONS = [
-    {}, {"is_causal": True}, {"scale": 0.0}, {"scale": -1.0}, {"scale": 2}, {"enable_gqa": True}, {"dropout_p": 1.0},
-    {"is_causal": 1}, {"scale": "1"}, {"dropout_p": -0.5}, {"enable_gqa": True, "is_causal": True}, {"dropout_p": 0},
+    {}, {"is_causal": True}, {"scale": 0.0}, {"scale": -1.0}, {"scale": 2}, {"enable_gqa": True},
+    {"dropout_p": 1.0},
+    {"is_causal": 1}, {"scale": "1"}, {"dropout_p": -0.5}, {"enable_gqa": True, "is_causal": True},
+    {"dropout_p": 0},
 ]  # fmt: skip
 
 
@@ -99,10 +103,12 @@ def test_says_what_torch_says(shape, dtype):
 @torch.no_grad()
 def test_says_what_torch_says_of_other_arguments():
     q = random(2, 4, 17, 8)
-    nested = torch.nested.nested_tensor([random(3, 4, 8), random(5, 4, 8)]).transpose(1, 2)
-    jagged = torch.nested.nested_tensor([random(3, 4, 8), random(5, 4, 8)], layout=torch.jagged).transpose(1, 2)
+    rows = [random(3, 4, 8), random(5, 4, 8)]
+    nested = torch.nested.nested_tensor(rows).transpose(1, 2)
+    jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
     for one in (
-        nested, jagged, q.to_sparse(), q.int(), q.bool(), q.to("meta"), q.half(), q.double(), q.to(torch.complex64), None, 3,
+        nested, jagged, q.to_sparse(), q.int(), q.bool(), q.to("meta"), q.half(), q.double(),
+        q.to(torch.complex64), None, 3,
         q.transpose(1, 2), q[..., ::2], q.expand(2, 4, 17, 8), nn.Parameter(q),
     ):  # fmt: skip
         for args in ((one, one, one), (q, one, one), (one, q, q), (q, q, one)):
@@ -110,9 +116,11 @@ def test_says_what_torch_says_of_other_arguments():
             agree(**dict(zip(("query", "key", "value"), args, strict=True)))
         agree(q, q, q, one)
     for args, kwargs in (
-        ((), {}), ((q,), {}), ((q, q), {}), ((q,), {"value": q}), ((q, q, q), {"query": q}), ((q, q, q), {"mask": None}),
+        ((), {}), ((q,), {}), ((q, q), {}), ((q,), {"value": q}), ((q, q, q), {"query": q}),
+        ((q, q, q), {"mask": None}),
         ((q, q, q, None, 0.0, False, 1.0), {}), ((q, q, q, None, 0.0, True), {}), ((q, q, q, None, None), {}),
-        ((q, q, q), {"scale": torch.tensor(0.5)}), ((q, q, q), {"enable_gqa": None}), ((q, q, q), {"is_causal": None}),
+        ((q, q, q), {"scale": torch.tensor(0.5)}), ((q, q, q), {"enable_gqa": None}),
+        ((q, q, q), {"is_causal": None}),
         (([1.0], q, q), {}), ((q, q, q), {"scale": [1.0]}),
     ):  # fmt: skip
         agree(*args, **kwargs)
@@ -133,6 +141,16 @@ def test_gradients_and_transforms_are_torchs():
     agree(q, q, q)
 
 
+def test_a_mask_that_is_trained_gets_gradients():
+    """Also after the same call without gradients."""
+    q, mask = random(2, 4, 17, 8, **HALF), random(17, 17, **HALF).requires_grad_()
+    with torch.no_grad():
+        assert not scaled_dot_product_attention(q, q, q, mask).requires_grad
+    (found,) = torch.autograd.grad(scaled_dot_product_attention(q, q, q, mask).sum(), mask)
+    (expected,) = torch.autograd.grad(STOCK(q, q, q, mask).sum(), mask)
+    assert torch.equal(found, expected)
+
+
 @pytest.fixture
 def math():
     """The op's route "math" is taken, as another one would be on a GPU."""
@@ -144,9 +162,6 @@ def takes_a_route(*args, **kwargs):
     with Calls() as count:
         scaled_dot_product_attention(*args, **kwargs)
     return bool(count["attention"])
-
-
-HALF = {"dtype": torch.bfloat16}
 
 
 @pytest.mark.usefixtures("math")
@@ -171,9 +186,12 @@ def test_what_the_op_cannot_take_is_torchs_also_after_calls_that_it_can(of_a_rou
         assert takes_a_route(q, q, q)
         assert takes_a_route(q, q, q, is_causal=True)
     for args, kwargs in (
-        ((q, k, k), {}), ((q, q, q, random(17, 17)), {}), ((q, q[:, ::2], q[:, ::2]), {}), ((q, q.float(), q), {}),
-        ((q, q, q.float()), {}), ((q, q, q), {"is_causal": 1}), ((q, q, q), {"dropout_p": 1.0}), ((q, q, q), {"scale": 0.0}),
-        ((q, q, q, random(17, 17, **HALF)), {"is_causal": True}), ((q[0], q[0], q[0]), {}), ((q, q, q), {"enable_gqa": 0}),
+        ((q, k, k), {}), ((q, q, q, random(17, 17)), {}), ((q, q[:, ::2], q[:, ::2]), {}),
+        ((q, q.float(), q), {}),
+        ((q, q, q.float()), {}), ((q, q, q), {"is_causal": 1}), ((q, q, q), {"dropout_p": 1.0}),
+        ((q, q, q), {"scale": 0.0}),
+        ((q, q, q, random(17, 17, **HALF)), {"is_causal": True}), ((q[0], q[0], q[0]), {}),
+        ((q, q, q), {"enable_gqa": 0}),
     ):  # fmt: skip
         with Calls() as count:
             agree(*args, **kwargs)
@@ -184,11 +202,20 @@ def test_what_the_op_cannot_take_is_torchs_also_after_calls_that_it_can(of_a_rou
 def test_what_the_user_decided_holds():
     q = random(2, 4, 17, 8, **HALF)
     assert takes_a_route(q, q, q)
-    for backends in (SDPBackend.MATH, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION]):
+    for backends in (
+        SDPBackend.MATH,
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+        [SDPBackend.FLASH_ATTENTION],
+    ):
         with sdpa_kernel(backends):
             assert not takes_a_route(q, q, q)
             agree(q, q, q)
-    everything = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    everything = [
+        SDPBackend.MATH,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    ]
     with sdpa_kernel(everything, set_priority=True):
         assert not takes_a_route(q, q, q)
     torch._C._set_sdp_priority_order(sdpa._ORDERS[0])
@@ -222,12 +249,16 @@ def test_modes_and_replaced_functions_see_the_call(monkeypatch):
 
 
 def test_masks_are_read_where_that_can_pay(monkeypatch):
-    """A boolean mask over keys says how many keys count: a long call is shortened by that, a short one is torch's."""
+    """A boolean mask over keys says how many keys count: a long call is shortened by that, a short one is
+    torch's."""
     read, arguments = [], sdpa.arguments
     monkeypatch.setattr(sdpa, "arguments", lambda *args: (read.append(args), arguments(*args))[1])
     with torch.no_grad():
         for length, times in ((64, 0), (2048, 1)):
-            q, mask = random(2, 4, length, 64), (torch.arange(length) < torch.tensor([[length], [length // 4]]))[:, None, None]
+            q, mask = (
+                random(2, 4, length, 64),
+                (torch.arange(length) < torch.tensor([[length], [length // 4]]))[:, None, None],
+            )
             found = scaled_dot_product_attention(q, q, q, attn_mask=mask)
             close(found, STOCK(q, q, q, attn_mask=mask), 1e-5)
             assert len(read) == times
@@ -335,12 +366,20 @@ class SuperAttention(MethodAttention):
 class TableAttention(nn.Module):
     def forward(self, x):
         name, function = Registry.get()
-        return BACKENDS["ours"](x) + BACKENDS.get("ours")(x) + Registry.backends.get(name)(x) + function(x) + BACKENDS["theirs"](x)
+        ours = BACKENDS["ours"](x) + BACKENDS.get("ours")(x) + Registry.backends.get(name)(x) + function(x)
+        return ours + BACKENDS["theirs"](x)
+
+
+class OwnTableAttention(nn.Module):
+    backends: ClassVar = {"ours": helper}
+
+    def forward(self, x):
+        assert isinstance(self, OwnTableAttention)
+        assert issubclass(type(self), OwnTableAttention)
+        return OwnTableAttention.backends["ours"](x)
 
 
 class ImportedAttention(nn.Module):
-    from torch.nn.functional import scaled_dot_product_attention as function
-
     def forward(self, x):
         inner = sdpa_of_torch
 
@@ -354,8 +393,9 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa_of_torch  #
 
 # How many calls reach the op.
 REACHED = {
-    DirectAttention: 1, InheritedAttention: 1, LongNameAttention: 1, HelpedAttention: 1, DecoratedAttention: 1,
-    MethodAttention: 1, SuperAttention: 2, TableAttention: 4, ImportedAttention: 1,
+    DirectAttention: 1, InheritedAttention: 1, LongNameAttention: 1, HelpedAttention: 1,
+    DecoratedAttention: 1,
+    MethodAttention: 1, SuperAttention: 2, TableAttention: 4, OwnTableAttention: 1, ImportedAttention: 1,
 }  # fmt: skip
 
 
@@ -496,9 +536,12 @@ def unet():
 
     torch.manual_seed(0)
     return UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        transformer_layers_per_block=(1, 2), cross_attention_dim=16, attention_head_dim=(2, 4), use_linear_projection=True,
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2), cross_attention_dim=16, attention_head_dim=(2, 4),
+        use_linear_projection=True,
     ).eval()  # fmt: skip
 
 
@@ -544,29 +587,54 @@ def test_a_float32_mask_with_half_queries():
     close(attention(x, attention_mask=mask), expected)
 
 
+@torch.no_grad()
+def test_a_trace_of_a_processor_takes_other_sizes():
+    pytest.importorskip("diffusers")
+    from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+
+    attention = Attention(query_dim=16, heads=2, dim_head=8, processor=AttnProcessor2_0()).eval()
+    x, larger = random(2, 17, 16), random(3, 25, 16)
+    expected = attention(larger)
+    turnout.accelerate(attention)
+    attention(x)
+    traced = torch.jit.trace(attention, (x,))
+    close(traced(larger), expected)
+
+
 @pytest.mark.parametrize("inside", [contextlib.nullcontext, functools.partial(sdpa_kernel, SDPBackend.MATH)])
 @torch.no_grad()
 def test_attention_of_diffusers_and_transformers_is_found(inside):
     pytest.importorskip("diffusers")
     pytest.importorskip("transformers")
+    from diffusers.models.attention_dispatch import attention_backend
     from diffusers.models.transformers.transformer_chroma import ChromaTransformer2DModel
     from transformers import LlamaConfig, LlamaModel
 
     llama = LlamaModel(
-        LlamaConfig(num_hidden_layers=1, hidden_size=16, intermediate_size=16, vocab_size=32, num_attention_heads=2, num_key_value_heads=1)
+        LlamaConfig(
+            num_hidden_layers=1,
+            hidden_size=16,
+            intermediate_size=16,
+            vocab_size=32,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
     ).eval()
     chroma = ChromaTransformer2DModel(
-        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8, in_channels=4,
-        approximator_num_channels=8, approximator_hidden_dim=8, approximator_layers=1, axes_dims_rope=(4, 6, 6),
+        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=8, in_channels=4,
+        approximator_num_channels=8, approximator_hidden_dim=8, approximator_layers=1, axes_dims_rope=(4,
+        6, 6),
     ).eval()  # fmt: skip
     places, tokens = torch.zeros(4, 3), torch.arange(6)[None]
     calls = {
         llama: lambda: llama(tokens).last_hidden_state,
-        chroma: lambda: chroma(random(1, 4, 4), random(1, 3, 8), torch.ones(1), places, places[:3], return_dict=False)[0],
+        chroma: lambda: chroma(random(1, 4, 4), random(1, 3, 8), torch.ones(1), places, places[:3]).sample,
     }
     for model, call in calls.items():
         expected = call()
-        with turnout.accelerated(model), inside(), Calls() as count:
+        # diffusers keeps the backend that another model was given last
+        with turnout.accelerated(model), attention_backend("native"), inside(), Calls() as count:
             found = call()
         close(found, expected)
         assert (count["attention"] > 0) is (inside is contextlib.nullcontext)

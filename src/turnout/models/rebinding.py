@@ -1,20 +1,23 @@
 """Run a stock function with other globals: what it finds under a name is ours, and nothing else changes.
 
-A model reaches an op through names: `F.scaled_dot_product_attention`, a helper of its module, a table of attention
-functions, a function that a decorator keeps in its closure. `rebind` follows them from the code of a function and
-makes a copy of it in which they lead to something else. No module and no class is written to.
+A model reaches an op through names: `F.scaled_dot_product_attention`, a helper of its module, a table of
+attention functions, a function that a decorator keeps in its closure. `rebind` follows them from the code of
+a function and makes a copy of it in which they lead to something else. No module and no class is written to.
 
-Every global that was not replaced is looked up in the function's own module at every call, so whoever assigns one
-later is heard. What was replaced is watched: a copy is current as long as all of that is what it was (`is_current`).
+Every global that was not replaced is looked up in the function's own module at every call, so whoever assigns
+one later is heard. What was replaced is watched: a copy is current as long as all of that is what it was
+(`is_current`).
 """
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-StandIn = Callable[[str, Any], Any]  # name and value to what is to be found instead; None for the value itself
+# From a name and its value to what is to be found instead; None for the value itself.
+StandIn = Callable[[str, Any], Any]
 
 _DEEPEST = 5  # functions that call each other
 _LARGEST_TABLE = 256  # entries of a table of functions
@@ -51,10 +54,11 @@ class Rebound:
 class Rebinder:
     """Follows the names of functions, and makes copies in which `stand_in` answers.
 
-    stand_in: see StandIn. Asked about every global, every variable of a closure and every attribute of a module
-    whose name is in a function's code.
-    follow: whether to go on into functions that a function calls by name; those in its closure are always followed.
-    frozen: globals as they are now instead of a view of the module's, in a plain dict, which torch.compile needs.
+    stand_in: see StandIn. Asked about every global, every variable of a closure and every attribute of a
+    module whose name is in a function's code.
+    follow: whether to go on into functions that a function calls by name; those in its closure are always
+    followed. frozen: globals as they are now instead of a view of the module's, in a plain dict, which
+    torch.compile needs.
     """
 
     def __init__(self, stand_in: StandIn, *, follow: bool = True, frozen: bool = False):
@@ -85,7 +89,10 @@ class Rebinder:
             return None
         return Rebound(function, self._copy(function, found, cells), watched)
 
-    def _replaced(self, scope: Mapping[str, Any], names: Iterable[str], watched: list[Watched]) -> dict[str, Any]:
+    def _replaced(
+        self, scope: Mapping[str, Any], names: Iterable[str], watched: list[Watched]
+    ) -> dict[str, Any]:  # fmt: skip
+        """What is to be found instead under those of the names that have a stand-in; `watched` gets them."""
         found: dict[str, Any] = {}
         for name in names:
             if name not in scope:
@@ -114,6 +121,8 @@ class Rebinder:
             finally:
                 self._inside.pop()
             return _namespace(value, found) if found else None
+        if isinstance(value, type) and "super" in names:  # may be given the class, and takes nothing else
+            return None
         return Table(value, self) if any(self.rebind(function) for function in _functions_in(value)) else None
 
     def _cells(self, function: types.FunctionType, watched: list[Watched]) -> tuple[Any, ...] | None:
@@ -145,7 +154,8 @@ class Rebinder:
 
 
 class Table:
-    """Stands before an object that hands out functions, a dict or a registry: those it hands out are rebound."""
+    """Stands before an object that hands out functions, a dict or a registry: those it hands out are
+    rebound."""
 
     def __init__(self, stock: Any, rebinder: Rebinder):
         self._stock, self._rebinder = stock, rebinder
@@ -170,8 +180,15 @@ class Table:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._instead(self._stock(*args, **kwargs))
 
+    def __instancecheck__(self, instance: Any) -> bool:
+        return isinstance(instance, self._stock)
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return issubclass(subclass, self._stock)
+
     def _instead(self, value: Any) -> Any:
-        """A function that was handed out, rebound; inside a tuple and behind a method or another table too."""
+        """A function that was handed out, rebound; inside a tuple and behind a method or another table
+        too."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType | types.BuiltinMethodType):
@@ -236,12 +253,12 @@ def _is_filled(cell: Any) -> bool:
 
 def _live(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The replacements, and for every other name what the module has at that moment."""
-    builtins = scope.get("__builtins__", {})
-    builtins = builtins if isinstance(builtins, dict) else vars(builtins)
-    known = {name: builtins[name] for name in names if name not in scope and name in builtins}
+    found_in = scope.get("__builtins__", builtins)  # the module or its dict
+    every = found_in if isinstance(found_in, dict) else vars(found_in)
+    known = {name: every[name] for name in names if name not in scope and name in every}
     # Not a function of ours: `__missing__` is then found and called without a step in Python.
     view = type("_Globals", (dict,), {"__missing__": scope.__getitem__})
-    return view({"__builtins__": builtins, **known, **found})
+    return view({"__builtins__": every, **known, **found})
 
 
 def _frozen(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The stock code of a layer with `scaled_dot_product_attention` routed: what adapters of attention call.
 
-How the code reaches that function is found out from its names, by way of helper functions, decorators, tables of
-attention functions (diffusers' backends, transformers' interface) and methods of its own.
+How the code reaches that function is found out from its names, by way of helper functions, decorators, tables
+of attention functions (diffusers' backends, transformers' interface) and methods of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def _stock_method(cls: type, name: str) -> Any:
 
 
 def _ways(cls: type, entry: str) -> dict[str, Rebound]:
-    """The methods of a class, `entry` and those that it calls, that reach scaled_dot_product_attention, rebound."""
+    """The methods of a class, `entry` and those that it calls, that reach scaled_dot_product_attention,
+    rebound."""
     found = _followed(cls, entry)
     if not all(rebound.is_current() for rebound in found.values()):
         _followed.cache_clear()
@@ -52,19 +53,22 @@ def _followed(cls: type, entry: str) -> dict[str, Rebound]:
         seen.add(name)
         rebound = Rebinder(_instead).rebind(methods[0]) if methods else None
         found |= {} if rebound is None else {name: rebound}
-        for method in methods:  # those of parents too: super() may call them, and they call others on this instance
+        # Those of parents too: super() may call them, and they call other methods of this instance.
+        for method in methods:
             names += names_in(method.__code__)
     return found
 
 
 def _stock_methods(cls: type, name: str) -> list[types.FunctionType]:
     """The functions behind a method, what decorators hold included, the one that is called first."""
-    entries = [vars(owner)[name] for owner in cls.__mro__ if name in vars(owner) and not issubclass(owner, Adapter)]
+    owners = [owner for owner in cls.__mro__ if name in vars(owner) and not issubclass(owner, Adapter)]
+    entries = [vars(owner)[name] for owner in owners]
     functions = [entry.__func__ if isinstance(entry, staticmethod) else entry for entry in entries]
     if not functions or not inspect.isfunction(functions[0]):
         return []
     inner = [inspect.unwrap(function) for function in functions if inspect.isfunction(function)]
-    return [one for one in dict.fromkeys([functions[0], *inner]) if inspect.isfunction(one) and not is_library(one)]
+    every = dict.fromkeys([functions[0], *inner])
+    return [one for one in every if inspect.isfunction(one) and not is_library(one)]
 
 
 def _install(cls: type) -> Rebound:
@@ -75,11 +79,16 @@ def _install(cls: type) -> Rebound:
     for name, rebound in ways.items():
         if name != entry:
             method = _unless_traced(rebound)
-            setattr(cls, name, staticmethod(method) if isinstance(_stock_method(cls, name), staticmethod) else method)
+            setattr(
+                cls,
+                name,
+                staticmethod(method) if isinstance(_stock_method(cls, name), staticmethod) else method,
+            )
     stock = _stock_method(cls, entry)
     function = ways[entry].function if entry in ways else stock
     watched = [one for rebound in ways.values() for one in rebound.watched]
-    if not watched and "_turnout_rebound" in vars(cls):  # the way was cut: look again when one of its names changes
+    # Where the way was cut: look again when one of its names changes.
+    if not watched and "_turnout_rebound" in vars(cls):
         watched = [one.as_it_is() for one in patched._turnout_rebound.watched]
     patched._turnout_rebound = Rebound(stock, function, watched)
     return patched._turnout_rebound
@@ -94,10 +103,12 @@ def _unless_traced(rebound: Rebound) -> Callable[..., Any]:
 
 
 class Routed(Adapter):
-    """The stock forward with `scaled_dot_product_attention` routed, for adapters to call: `self._routed_stock(...)`.
+    """The stock forward with `scaled_dot_product_attention` routed, for adapters to call:
+    `self._routed_stock(...)`.
 
-    It is the stock code with other globals, made when the class of the patched instances is made (`rebinding`). While
-    a graph is traced, and where the stock code does not reach that function by name, it is the stock code itself.
+    It is the stock code with other globals, made when the class of the patched instances is made
+    (`rebinding`). While a graph is traced, and where the stock code does not reach that function by name, it
+    is the stock code itself.
     """
 
     _turnout_entry = "forward"
