@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import turnout
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
+from turnout.models.sdpa import attend
 from turnout.models.video import Border, bordered
 
 _CONV = "HunyuanVideoCausalConv3d"
@@ -107,7 +108,7 @@ def _attended(attn: Any, x: Tensor) -> Tensor:
     size, found = height * width, []
     for t in range(frames):
         seen = slice(0, (t + 1) * size)
-        found.append(turnout.attention(q[:, :, t * size : (t + 1) * size], k[:, :, seen], v[:, :, seen]))
+        found.append(attend(q[:, :, t * size : (t + 1) * size], k[:, :, seen], v[:, :, seen]))
     y = attn.to_out[1](attn.to_out[0](torch.cat(found, 2).transpose(1, 2).flatten(2)))
     return y.unflatten(1, (frames, height, width)).permute(0, 4, 1, 2, 3) + x
 

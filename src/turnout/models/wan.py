@@ -22,6 +22,7 @@ from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
 from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
+from turnout.models.sdpa import attend
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
@@ -131,7 +132,7 @@ class AttentionBlock(Adapter):
         tokens = normed.flatten(2).transpose(1, 2)  # [frames, H*W, C]
         qkv = F.linear(tokens, self.to_qkv.weight.flatten(1), self.to_qkv.bias)
         q, k, v = qkv[:, None].chunk(3, -1)
-        found = turnout.attention(q, k, v)[:, 0]
+        found = attend(q, k, v)[:, 0]
         found = F.linear(found, self.proj.weight.flatten(1), self.proj.bias)
         return as_video(found.transpose(1, 2).unflatten(2, (height, width)), batch) + x
 
