@@ -1,4 +1,4 @@
-"""On a real GPU: what every route returns may be written in place, and the storages of the arguments stay as they are."""
+"""On a real GPU: what every route returns may be written in place, and the arguments keep their storages."""
 
 import pytest
 import torch
