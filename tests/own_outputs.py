@@ -1,6 +1,6 @@
-"""What a call returns is a tensor of its own, as what torch's own ops return: checks that any route of any op can be put to.
+"""What a call returns is a tensor of its own, as what torch's own ops return: checks for any route of any op.
 
-Each takes an op, the name of a route and the reference's arguments, and raises where the call does not behave so.
+Each takes an op, the name of a route and the reference's arguments, and raises where a call does not do so.
 """
 
 import itertools
@@ -14,14 +14,18 @@ from turnout.routing.choose import REFERENCE
 from turnout.routing.verify import outputs as outputs_of
 
 DTYPES = (torch.float32, torch.bfloat16)
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}  # of gradients
+ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}  # of gradients, by their dtype
 
 
 def calls(op, route, device, target, count, seeds=300, gaps=True):
-    """Up to `count` random calls of each dtype, of those that the route takes on the device `target`; `gaps`: also with
-    tensors that have gaps in memory."""
+    """Up to `count` random calls of each dtype, of those that the route takes on the device `target`.
+
+    gaps: also calls with tensors that have gaps in memory.
+    """
     found = {dtype: [] for dtype in DTYPES}
     for seed in range(seeds):
+        if all(len(room) == count for room in found.values()):
+            break
         args = random_call(op, seed, device)
         room = found.get(args[0].dtype)
         if room is None or len(room) == count or not args[0].numel():
@@ -48,17 +52,21 @@ def tensors_of(args):
 
 
 class Storages:
-    """Where tensors have their values: after a call each must be where it was, as large as it was, and resizable."""
+    """Where tensors have their values: a call leaves each where it was, as large as it was, and resizable."""
 
     def __init__(self, args):
         self.tensors = tensors_of(args)
-        self.before = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes(), x.data_ptr()) for x in self.tensors]
+        self.before = [self.place(x) for x in self.tensors]
+
+    @staticmethod
+    def place(x):
+        storage = x.untyped_storage()
+        return storage.data_ptr(), storage.nbytes(), x.data_ptr()
 
     def check(self, outputs):
         for x, before in zip(self.tensors, self.before, strict=True):
-            storage = x.untyped_storage()
-            assert (storage.data_ptr(), storage.nbytes(), x.data_ptr()) == before
-            assert storage.resizable()
+            assert self.place(x) == before
+            assert x.untyped_storage().resizable()
         for y in outputs:
             assert y.untyped_storage().resizable()
 
@@ -69,8 +77,8 @@ def torch_gives_a_view(op, args):
 
 
 def check_written_later(op, name, args):
-    """A call that records no gradients: what it returns is written in place, with and without gradients, and nothing
-    else changes by that, neither an argument nor another output."""
+    """A call that records no gradients: what it returns is written in place, with and without gradients, and
+    nothing else changes by that, neither an argument nor another output."""
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         given = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
         storages = Storages(given)
@@ -83,10 +91,14 @@ def check_written_later(op, name, args):
         if name == REFERENCE and torch_gives_a_view(op, given):
             continue
         assert not any(y._is_view() for y in results), (op.name, name)
-        assert_apart(results, given, lambda y: y.mul_(torch.full_like(y, 2, requires_grad=y.is_floating_point())))
+        assert_apart(results, given, mul_by_what_wants_gradients)
         storages.check(())
         for y in results:
             assert y.unsqueeze_(0).dim() > 0  # torch refuses that to what `detach` gives
+
+
+def mul_by_what_wants_gradients(y):
+    y.mul_(torch.full_like(y, 2, requires_grad=y.is_floating_point()))
 
 
 def assert_apart(results, args, write):
@@ -106,8 +118,8 @@ IN_PLACE = {
 
 
 def check_written_while_recording(op, name, args):
-    """Each output is written in place while gradients are recorded: they are those of the call without that, and those
-    of the reference, within rounding."""
+    """Each output is written in place while gradients are recorded: they are those of the call without that,
+    and those of the reference, within rounding."""
     count = len([y for y in outputs_of(op, op.reference, args) if y.is_floating_point() and y.numel()])
     for which, (words, (in_place, apart)) in itertools.product(range(count), IN_PLACE.items()):
         found, outputs = gradients(op, name, args, which, in_place)
@@ -124,7 +136,7 @@ def check_written_while_recording(op, name, args):
 def close(x, y):
     """Whether gradients are equal within the rounding of the first's dtype; None is a gradient of zeros."""
     tolerance = 0 if x is None else max(ROUNDING[x.dtype], 2e-3 if x.is_cuda else 0)  # where cuDNN takes TF32
-    x, y = (torch.zeros((), dtype=torch.float64) if t is None else t.double().cpu().nan_to_num() for t in (x, y))
+    x, y = (torch.zeros(()).double() if t is None else t.double().cpu().nan_to_num() for t in (x, y))
     return float((x - y).norm()) <= tolerance * (float(y.norm()) + 1)
 
 
@@ -138,17 +150,22 @@ def is_floating(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
+def wanting_gradients(args):
+    """Copies of the arguments, floating-point ones with gradients wanted."""
+    return tuple(copy(x).requires_grad_() if is_floating(x) else x for x in args)
+
+
 def gradients(op, name, args, which, change):
     """Those of all floating-point arguments after `change` of one output, and the outputs after it."""
-    given = tuple(copy(x).requires_grad_() if is_floating(x) else x for x in args)
+    given = wanting_gradients(args)
     storages = Storages(given)
     before = [x.detach().clone() for x in tensors_of(given)]
     results = [y for y in call(op, name, given) if y.is_floating_point() and y.numel()]
     storages.check(results)
     others = [y.detach().clone() for i, y in enumerate(results) if i != which]
     results[which] = change(results[which])
-    assert all(torch.equal(y, was) for y, was in zip(results[:which] + results[which + 1 :], others, strict=True))
-    weights = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape) for y in results]
+    assert all(map(same, results[:which] + results[which + 1 :], others))
+    weights = [torch.linspace(-1, 1, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in results]
     recorded = [(y, weight) for y, weight in zip(results, weights, strict=True) if y.requires_grad]
     torch.autograd.backward(*zip(*recorded, strict=True))
     assert all(map(same, tensors_of(given), before))

@@ -1,4 +1,4 @@
-"""On a real GPU: what every route returns may be written in place, and the storages of the arguments stay as they are."""
+"""On a real GPU: what every route returns may be written in place, and the arguments keep their storages."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ GPU = torch.device("cuda")
 
 def calls(op, route):
     """Each may be a kernel of its own to compile, hence so few."""
-    return own_outputs.calls(op, route, GPU, Device.of(GPU), 2, gaps=False, seeds=1000)
+    return own_outputs.calls(op, route, GPU, Device.of(GPU), 2, seeds=1000)
 
 
 @gpu_routes

@@ -58,12 +58,13 @@ def test_nan_and_inf_pass_through(op, route):
 
 @triton_routes
 def test_outputs_are_tensors_of_their_own(op, route):
-    """What is returned may be written in place, also after a call that recorded nothing, and shares no memory."""
+    """What is returned may be written in place, also after a call that recorded nothing; it shares no memory."""
     seen = 0
     for args in calls(op, route, CPU, H200, 40):
         if not suits(args):
             continue
-        small = {key: min(n, SMALL.get(key, n)) for key, n in next(iter(route.configs(op.problem(*args), H200))).items()}
+        config = next(iter(route.configs(op.problem(*args), H200)))
+        small = {key: min(n, SMALL.get(key, n)) for key, n in config.items()}
         given = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
         with torch.no_grad():
             results = as_tuple(route.run(*given, **small))

@@ -1,4 +1,4 @@
-"""Sharded training: FSDP frees and resizes the storages of parameters between layers, those of routed layers too."""
+"""Sharded training: FSDP frees and resizes the storages of parameters between layers, also of routed ones."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROUTES = {"conv2d": "winograd", "rms_norm_silu": "cpu-planes", "norm_rope": "cpu
 
 
 class Block(nn.Module):
-    """A convolution, a norm and an attention, each with parameters of its own, and in-place work behind them."""
+    """A convolution, norms and attention, with parameters of their own and in-place work behind them."""
 
     def __init__(self, channels):
         super().__init__()
@@ -28,7 +28,8 @@ class Block(nn.Module):
         n, c, h, w = x.shape
         y = turnout.rms_norm_silu(x, self.scale, eps=1e-6)
         y = F.relu_(turnout.conv2d(y, self.weight, self.bias, padding=1))
-        heads = turnout.norm_rope(y.flatten(2).mT.contiguous().view(n, h * w, 2, c // 2), weight=self.head_scale)
+        pixels = y.flatten(2).mT.contiguous()
+        heads = turnout.norm_rope(pixels.view(n, h * w, 2, c // 2), weight=self.head_scale)
         y = turnout.attention(heads, heads, heads, kv_lengths=[h * w - 3] * n)
         y += heads
         return x + y.transpose(1, 2).reshape(n, h, w, c).movedim(-1, 1)
@@ -51,7 +52,8 @@ def sharded(blocks, version):
     cpu = torch.device("cpu")
     if version == 1:
         whole = {"device_id": cpu, "use_orig_params": True}
-        return FullyShardedDataParallel(nn.Sequential(*[FullyShardedDataParallel(block, **whole) for block in blocks]), **whole)
+        parts = [FullyShardedDataParallel(block, **whole) for block in blocks]
+        return FullyShardedDataParallel(nn.Sequential(*parts), **whole)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks:
         fully_shard(block, mesh=mesh)
@@ -69,7 +71,8 @@ def train(rank, processes, store, expected):
                 with torch.no_grad():
                     blocks(x)  # as a user who looks at a sample before training
                 assert all(p.untyped_storage().resizable() for p in blocks.parameters())
-                torch.testing.assert_close(losses(sharded(blocks, version), x), expected, rtol=1e-5, atol=1e-5)
+                found = losses(sharded(blocks, version), x)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     finally:
         dist.destroy_process_group()
 

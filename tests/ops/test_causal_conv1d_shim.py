@@ -36,7 +36,12 @@ def test_shim_has_the_package_semantics():
 
 @pytest.mark.parametrize(
     ("route", "layout"),
-    [("cpu-rows", "channel-first"), ("cpu-cols", "channel-last"), ("reference", "channel-first"), ("reference", "channel-last")],
+    [
+        ("cpu-rows", "channel-first"),
+        ("cpu-cols", "channel-last"),
+        ("reference", "channel-first"),
+        ("reference", "channel-last"),
+    ],
 )
 def test_output_and_final_states_are_written_in_place_as_the_package_allows(route, layout):
     """Its own tests add to the output while gradients are recorded, with states and without."""

@@ -77,7 +77,7 @@ def widest_vector(itemsize: int, off: int, *numbers: int) -> int:
 
 
 def with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """A fresh y with exactly these strides: y itself where it has them, else a copy. Never a view, so y must be none."""
+    """A fresh y with exactly these strides: y itself where it has them, else a copy. No view if y is none."""
     return y if y.stride() == strides else y.new_empty_strided(y.shape, strides).copy_(y)
 
 
@@ -112,16 +112,16 @@ class _Memory:
         """strides: in bytes; None where there are no gaps."""
         self.tensor = tensor
         self.__array_interface__ = {
-            "version": 3, "shape": shape, "typestr": _ORDER + _TYPES[tensor.dtype], "data": (tensor.data_ptr(), False),
-            "strides": strides,
+            "version": 3, "typestr": _ORDER + _TYPES[tensor.dtype], "data": (tensor.data_ptr(), False),
+            "shape": shape, "strides": strides,
         }  # fmt: skip
 
 
 def array(x: Tensor) -> Any:
     """A CPU tensor as a numpy array of the same memory, half types as integers.
 
-    `Tensor.numpy` would do, but it marks the tensor's storage as one that cannot be resized, for good, as memory of
-    numpy's: a parameter that a kernel has read once could not be sharded any more (FSDP resizes storages).
+    `Tensor.numpy` would do, but it marks the tensor's storage as one that cannot be resized, for good: a
+    parameter that a kernel has read once could not be sharded any more (FSDP resizes storages).
 
     >>> x = torch.arange(3.0)
     >>> array(x)[1] = 5

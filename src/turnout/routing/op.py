@@ -196,8 +196,8 @@ class Op:
     def below_autograd(self, *args: Any) -> Any:
         """The kernel of the opaque torch op: gradients are taken care of above it.
 
-        Views made in here are not recorded as views, as inside torch's own ops: what is returned is a tensor of its
-        own, which may be written in place. An op that writes keeps the record, for the versions of what it writes.
+        Views made in here are not recorded as views, as inside torch's own ops: what is returned is a tensor of
+        its own, which may be written in place. An op that writes needs the record, for the versions of its arguments.
         """
         with torch.no_grad(), contextlib.nullcontext() if self.mutates else views_unrecorded():
             return self(*args)

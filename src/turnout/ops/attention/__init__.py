@@ -161,7 +161,8 @@ def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
     lost = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores, -1).masked_fill(lost, 0.0)
     found = weights.unflatten(1, shared) @ v.unsqueeze(2)
-    return torch.ops.aten._unsafe_view(found, (*q.shape[:3], v.shape[3]))  # as `matmul` does: no view, and nobody has `found`
+    # Not recorded as a view, as inside `matmul`: nobody else has `found`.
+    return torch.ops.aten._unsafe_view(found, (*q.shape[:3], v.shape[3]))
 
 
 def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:

@@ -169,8 +169,9 @@ def causal_conv3d(
     (`pad_mode="replicate"`) the first frame. Returns y, with D frames where the stride is 1.
 
     A clip in chunks: with `return_cache` the frames that the next chunk needs are returned too, a view of the input where it has enough
-    of them. A view keeps all of the input alive, and what is written into it is written into the input; clone it if that matters. The
-    frames give what the whole clip gives, if every chunk but the last has a multiple of the depth stride.
+    of them. A view keeps all of the input alive, and what is written into it is written into the input; clone it if
+    that matters. The frames give what the whole clip gives, if every chunk but the last has a multiple of the depth
+    stride.
 
     `residual`, shaped like y, is added to it: the reference rounds before it adds, a route may round once.
 

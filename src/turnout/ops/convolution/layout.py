@@ -83,8 +83,8 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
 
 
 def output_in(y: Tensor, format: torch.memory_format) -> Tensor:
-    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would give a view
-    where only axes of size one differ; an output is not one, and so its strides are changed in place."""
+    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would give a
+    view where only the strides of axes of size one differ; here they are changed in place."""
     strides = known_strides(y.shape, format)
     if y.stride() == strides:
         return y

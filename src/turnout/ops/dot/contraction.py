@@ -232,9 +232,8 @@ def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:
 
     sums = problem.contraction()
     steps = sums.a_batch_stride, sums.b_batch_stride
-    x, y = [
-        array(t.as_strided(((sums.batch - 1) * step + sums.length,), (1,))) for t, step in zip((a, b), steps, strict=True)
-    ]  # fmt: skip
+    spans = [(sums.batch - 1) * step + sums.length for step in steps]
+    x, y = [array(t.as_strided((span,), (1,))) for t, span in zip((a, b), spans, strict=True)]
     zero = np.float64(0) if a.dtype is torch.float32 else np.float32(0)
     totals = np.empty((sums.batch, -(-sums.length // CHUNK)))
     in_shares(functools.partial(sum_chunks, x, y, *steps, sums.length, zero, totals.reshape(-1)), totals.size)
