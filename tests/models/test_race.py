@@ -53,8 +53,8 @@ def test_figures(found):
     assert stock["first_ms"] > 0
     assert stock["psnr_stock"] is stock["max_error"] is None  # it is stock
     assert fast["psnr"] > stock["psnr"] - 1
-    assert fast["psnr_stock"] > 40
-    assert 0 < fast["max_error"] < 0.2
+    assert fast["max_error"] == 0 or fast["psnr_stock"] > 40  # None where nothing differs
+    assert 0 <= fast["max_error"] < 0.1
     assert len(stock["samples"]) == len(fast["samples"]) in (2, 3)
     assert row["speedup_range"][0] <= row["speedup_range"][1]
     assert {"causal_conv3d", "rms_norm_silu"} <= {share["op"] for share in row["routes"]}

@@ -14,7 +14,7 @@ from turnout.ops import needs
 from turnout.ops.causal_conv1d.launches import power_of_two
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
 from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, launch_spatial, planes_plan, rows_plan, two_launches
-from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape
+from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape, padded_strides
 from turnout.ops.group_norm_silu.padded import work as padded_work
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.group_norm_silu.spatial import work as spatial_work
@@ -224,8 +224,8 @@ def padded(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
 ) -> Tensor:  # fmt: skip
-    batch, channels, *sizes = padded_shape(x.shape, padding)
-    out = torch.empty(batch, *sizes, channels, dtype=x.dtype, device=x.device).movedim(-1, 1)
+    shape = padded_shape(x.shape, padding)
+    out = torch.empty_strided(shape, padded_strides(shape, True), dtype=x.dtype, device=x.device)
     plan = functools.partial(gapped_plan, tuple(padding), mode)
     two_launches(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
     return out

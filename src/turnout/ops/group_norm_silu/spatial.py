@@ -122,7 +122,7 @@ def reference(
         y = y + (0 * (scale.sum() + shift.sum())).to(y.dtype)
     else:
         y = modulated(y, scale, shift, first_apart)
-    return in_format_of(F.silu(y) if silu else y, x)
+    return in_format_of(F.silu(y) if silu else y.clone(), x)  # y may be a view of blocks, which nobody could write into
 
 
 def work(problem: SpatialNormSilu) -> Work:
