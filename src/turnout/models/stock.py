@@ -73,11 +73,39 @@ def _read_past(cls: type, adapter: type[Adapter]) -> Iterator[Any]:
 
 
 def _code(function: Any) -> str:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.dump(tree)
+    return written_out(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0])
+
+
+def written_out(node: Any) -> str:
+    """A syntax tree as text, the same in every Python: what is empty is left out, for newer ones have more of that. Docstrings are too.
+
+    >>> import ast
+    >>> print(written_out(ast.parse("x = [1]  # one").body[0]))
+    Assign(targets=[Name(id='x' ctx=Store())] value=List(elts=[Constant(value=1)] ctx=Load()))
+    """
+    if isinstance(node, list):
+        return f"[{' '.join(map(written_out, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"}
+    if isinstance(node, ast.JoinedStr):  # 3.12 makes several parts of some texts
+        fields["values"] = _joined(node.values)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+        fields["body"] = fields["body"][1:]
+    return f"{type(node).__name__}({' '.join(f'{name}={written_out(value)}' for name, value in fields.items())})"
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    """The parts of an f-string, with texts that are neighbours in one, and none that is empty."""
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, ast.Constant) and not part.value:
+            continue
+        if found and all(isinstance(each, ast.Constant) for each in (found[-1], part)):
+            found[-1] = ast.Constant(found[-1].value + part.value)
+        else:
+            found.append(part)
+    return found
 
 
 @functools.cache
