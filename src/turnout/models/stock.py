@@ -102,7 +102,7 @@ def _joined(parts: list[Any]) -> list[Any]:
         if isinstance(part, ast.Constant) and not part.value:
             continue
         if found and all(isinstance(each, ast.Constant) for each in (found[-1], part)):
-            found[-1] = ast.Constant(found[-1].value + part.value)
+            found[-1] = ast.Constant(f"{found[-1].value}{part.value}")
         else:
             found.append(part)
     return found
