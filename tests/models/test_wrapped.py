@@ -1,5 +1,8 @@
 """Models inside something else: compilers, tracers, several processes, peft. And models that cannot be accelerated as they are."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,6 +233,19 @@ def test_half_offloaded_models_are_told():
         report = turnout.accelerate(model)
         assert "are on the meta device (offloaded)" in str(report)
         close(model.decode(x).sample, expected)
+
+
+@torch.no_grad()
+def test_a_restored_model_holds_no_weights_that_were_replaced():
+    model, x = made("flux-vae"), random(1, 4, 8, 12)
+    turnout.accelerate(model)
+    model.decode(x)
+    conv = model.decoder.mid_block.resnets[0].conv1
+    before = weakref.ref(conv.weight)
+    turnout.restore(model)
+    conv.weight = nn.Parameter(torch.zeros_like(conv.weight))
+    gc.collect()
+    assert before() is None
 
 
 def test_a_failure_leaves_nothing_patched(monkeypatch):

@@ -122,7 +122,9 @@ def restore(model: Any) -> int:
     >>> turnout.restore(model), type(model) is torch.nn.Conv2d
     (1, True)
     """
-    return sum(patch.undo(instance) for _, part in _parts(model) for _, instance in _instances(part))
+    instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
+    bare.forget(instances)
+    return sum(map(patch.undo, instances))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import fnmatch
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,13 @@ class _Watch:
 
 
 _watches: dict[tuple[int, int], _Watch] = {}
+
+
+def forget(modules: Iterable[object]) -> None:
+    """Drop what is remembered of these, and with it the last hold on weights that were replaced."""
+    gone = {id(module) for module in modules}
+    for key in [key for key in _watches if key[0] in gone]:
+        _watches.pop(key, None)
 
 
 def read_past(root: nn.Module, inside: Inside) -> Iterator[nn.Module]:
