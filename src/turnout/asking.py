@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
@@ -50,6 +50,10 @@ def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -
         raise ValueError(f"{name}: {' '.join(str(mistake).split())}") from mistake
 
 
+@overload
+def routes(op: None = None) -> dict[str, list[str]]: ...
+@overload
+def routes(op: str | Callable[..., Any] | Op) -> list[Route]: ...
 def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[str]] | list[Route]:
     """The routes of an op, in the order they were declared; without an op, the names of all ops and of their routes.
 
