@@ -70,7 +70,7 @@ def blocks_of(shape: Sequence[int], where: Where) -> tuple[int, int]:
         step, end = grain(all_of_them), first + size
         if first < 0 or end > all_of_them or first % step or (end % step and end != all_of_them):
             raise ValueError(
-                f"{name} {first} to {end} of {all_of_them}, a part needs to begin and to end at multiples of {step}, or where the whole ends"
+                f"{name} {first} to {end} of {all_of_them}, a part needs to begin and to end at multiples of {step} or where the whole ends"
             )
         counts.append(-(-size // step))
     return counts[0], counts[1]
@@ -144,7 +144,10 @@ def normalise(
     batch, channels, *sizes = x.shape
     lengths, (x_steps, out_steps) = folded(sizes, x.stride()[2:], out.stride()[2:])
     if len(lengths) > 3:
-        raise ValueError(f"{len(lengths)} dimensions of positions with gaps, strides {x.stride()} and {out.stride()}; at most 3 are known")
+        raise ValueError(
+            f"strides {x.stride()} and {out.stride()} of {list(x.shape)}: positions in {len(lengths)} dimensions that do"
+            " not fold, at most 3 can be walked; make x contiguous"
+        )
     sizes, x_steps, out_steps = _three(lengths, 1), _three(x_steps, 0), _three(out_steps, 0)
     norm, positions = _norm(moments, channels, weight, bias), prod(sizes)
     if channels == 1 or x.stride(1) == out.stride(1) == 1:

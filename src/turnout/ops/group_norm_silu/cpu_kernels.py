@@ -21,10 +21,8 @@ from turnout.ops.common_cpu_kernels import (
     prefer_wide_vectors,
     put_vector,
     silu,
-    spread,
     vector_at,
     vector_minus,
-    vector_times,
     widen,
     widened,
 )
