@@ -32,6 +32,11 @@ class Check(NamedTuple):
     note: str
 
 
+def findings() -> list[Check]:
+    """Everything that is checked, in the order in which it is told."""
+    return [*compilers(), *known_bad(), *tables(), *shipped_tables(), *routes()]
+
+
 def environment() -> dict[str, Any]:
     """Versions and devices of this machine."""
     found: dict[str, Any] = {"turnout": __version__, "python": platform.python_version(), "platform": platform.platform()}

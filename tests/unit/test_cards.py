@@ -106,7 +106,7 @@ def test_an_h100_takes_what_was_measured_on_its_sibling():
 
 
 def test_unknown_cards_list_the_known():
-    with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; name one of: .*4090.*mi300x"):
+    with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? One of: .*4090.*mi300x"):
         Device.named("rtx-9090")
     assert all(device.flops and device.bandwidth.source for device in KNOWN)
 

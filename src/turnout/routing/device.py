@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turnout.routing import machine, versions
+from turnout.routing.names import not_known
 
 KIB, MIB = 2**10, 2**20
 OPTIONAL = frozenset(["flash_attn_interface", "flash_attn.cute"])  # packages that a card asked for by name is without
@@ -132,9 +133,12 @@ class Device:
         matches = [device for device in KNOWN if wanted and wanted in _aliases(device)]
         has_number = any(letter.isdigit() for letter in wanted)
         if not matches or (len(matches) > 1 and not has_number):
-            known = ", ".join(["cpu", *(device.slug for device in KNOWN)])
-            problem = f"fits {', '.join(device.slug for device in matches)}" if matches else "is not known"
-            raise ValueError(f"device {name!r} {problem}; name one of: {known}")
+            known = ["cpu", *(device.slug for device in KNOWN)]
+            if not matches:
+                spellings = {alias: device.slug for device in KNOWN for alias in _aliases(device)}
+                raise not_known("device", name, known, spellings)
+            fitting = ", ".join(device.slug for device in matches)
+            raise ValueError(f"device {name!r} fits {fitting}; name one of: {', '.join(known)}")
         return next((device for device in matches if wanted == _letters(device.name)), matches[0])
 
     @staticmethod
