@@ -406,7 +406,7 @@ class Replays:
             with self._lock:
                 known = self._look_up(model, key)
                 if isinstance(known, _Graph):
-                    return self._replay(known, call)
+                    return self._replay(known, call, key)
                 if known is _SEEN:
                     return self._capture(model, run, call, key)
         except Refused as refused:  # before anything was run
@@ -533,7 +533,11 @@ class Replays:
             except Refused as refused:
                 self._note(key, str(refused))
                 return _own(first)
-            made = outputs.allocated()
+            try:
+                made = outputs.allocated()
+            except torch.OutOfMemoryError:
+                self._without(key, "out of memory for what it returns")
+                return _own(outputs.handed_out(outputs.tensors, call))
             outputs.copy_to(made)
             result = outputs.handed_out(made, call)
             del first, made
@@ -610,15 +614,13 @@ class Replays:
         self._warn(f"turnout: {reason}: its graphs were freed, and such calls run without")
         return Refused(reason)
 
-    def _replay(self, graph: _Graph, call: Arguments) -> Any:
+    def _replay(self, graph: _Graph, call: Arguments, key: Any) -> Any:
         """The outputs of a call by its graph. Raises where there is no memory for them, before anything is
         written."""
         try:
             made = graph.outputs.allocated()
         except torch.OutOfMemoryError:
-            self._drop_graphs()
-            self._warn("turnout: out of memory for what a graph returns: the graphs of this model were freed")
-            raise Refused("out of memory for what a graph returns") from None
+            raise self._without(key, "out of memory for what a graph returns") from None
         with self._engine.ordered():
             graph.buffers.fill(call.tensors)
             graph.replay()

@@ -154,15 +154,11 @@ class ModelSnapshot:
 
     def unfit(self, device: torch.device) -> str | None:
         """Why no graph may be captured of the model as it is, on this device; None where one may."""
-        model, state = self._model(), self.state
-        assert model is not None
+        state = self.state
         assert state is not None
         for path, module in zip(self.paths, self.modules, strict=True):
             if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
                 return f"{path} has a hook or a forward of its own, which a graph would not run"
-        for path, module in [("the model", model), *zip(self.paths, self.modules, strict=True)]:
-            if module.training:
-                return f"{path} is in training mode, call eval()"
         if state.unwatchable is not None:
             return state.unwatchable
         for name, x in zip(self._names(), self.tensors, strict=True):
