@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.launch import prepare_from_plan
 from turnout.measure.verify import Trial, outputs, truth
 from turnout.routing.case import copy
 from turnout.routing.device import Device
@@ -108,7 +107,7 @@ ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
 launching_routes = _parametrised(LAUNCHING)
-planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.bound is prepare_from_plan])
+prepared_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is not None])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
 cpu_routes = _parametrised(ON_CPU)

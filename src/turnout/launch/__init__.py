@@ -6,7 +6,7 @@ would be launched.
 crosscompile: compile that for a card that is not here. support: which Tritons and cards all of this works with.
 """
 
-from turnout.launch.launcher import Launch, launch
+from turnout.launch.launcher import Launch, launch, start
 from turnout.launch.plans import LaunchPlan, Workspace, prepare_from_plan, run_plan, runs_plan
 
-__all__ = ["Launch", "LaunchPlan", "Workspace", "launch", "prepare_from_plan", "run_plan", "runs_plan"]
+__all__ = ["Launch", "LaunchPlan", "Workspace", "launch", "prepare_from_plan", "run_plan", "runs_plan", "start"]

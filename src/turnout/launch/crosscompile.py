@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from turnout.launch import operands
 from turnout.launch.launcher import compile_options
-from turnout.launch.recording import Launch
+from turnout.launch.launcher import Launch
 from turnout.routing.device import Device
 
 

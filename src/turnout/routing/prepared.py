@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 _MISSING = object()
 _MOST_VALUES = 256  # of one Prepared; a call has a handful for each alignment of its tensors
 _current: ContextVar[Prepared | None] = ContextVar("turnout_prepared", default=None)
+Value = TypeVar("Value")
 Function = TypeVar("Function", bound=Callable[..., Any])
 Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
 
@@ -63,6 +64,15 @@ class Prepared:
 def current() -> Prepared | None:
     """The Prepared whose route runs on this thread; None outside of one, where nothing is kept."""
     return _current.get()
+
+
+def kept(key: Any, work_out: Callable[[], Value]) -> Value:
+    """What `work_out()` gives, worked out once for each Prepared that asks for this key."""
+    prepared = _current.get()
+    if prepared is None:
+        return work_out()
+    value = prepared.values.get(key, _MISSING)
+    return prepared.keep(key, work_out()) if value is _MISSING else value
 
 
 def worked_out_once(function: Function) -> Function:
