@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.launch import prepare_from_plan
 from turnout.measure.verify import Trial, outputs, truth
 from turnout.routing.case import copy
 from turnout.routing.device import Device
@@ -108,6 +109,7 @@ gpu_routes = _parametrised(ON_GPU)
 LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
 launching_routes = _parametrised(LAUNCHING)
 prepared_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is not None])
+planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is prepare_from_plan])
 triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
 ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
 cpu_routes = _parametrised(ON_CPU)

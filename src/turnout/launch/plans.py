@@ -68,10 +68,10 @@ def prepare_from_plan(prepared: Prepared, args: tuple, plan: Callable[..., Launc
     where 16 bytes do not divide all addresses is left to the route. None where `plan` gives none, and where a tensor
     is copied before it is launched on: nobody would copy those of the next call.
     """
-    plan = plan or inspect.unwrap(prepared.function)
+    make: Callable[..., LaunchPlan | None] = plan or inspect.unwrap(prepared.function)
     try:
         args = _told_apart(args)
-        planned = plan(*args, **prepared.config)
+        planned = make(*args, **prepared.config)
     except (MemoryError, torch.OutOfMemoryError):  # there was none for two calls at once; there may be for one
         return None
     if planned is None:
@@ -106,7 +106,7 @@ def _storage(x: Tensor) -> int:
 
 def _start(x: Tensor) -> int:
     """Where a tensor begins in its storage, in bytes."""
-    return x.storage_offset() * x.element_size()
+    return int(x.storage_offset()) * x.element_size()
 
 
 def _told_apart(args: tuple) -> tuple:
@@ -133,14 +133,12 @@ def _operands(plan: LaunchPlan, args: tuple) -> list[tuple[_Operand | None, ...]
     def operand(x: Any) -> _Operand | None:
         if x is None:
             return None
-        tensor = x if isinstance(x, Tensor) else x.base
+        tensor, pattern = (x, None) if isinstance(x, Tensor) else (x.base, x.pattern)
         position = positions[_storage(tensor)]
         offset = _start(tensor) - _start(tensors[position])
         if offset % _ALIGNMENT:
             raise KeyError(position)
-        return _Operand(
-            position, offset, tensor.shape, tensor.stride(), tensor.dtype, None if x is tensor else x.pattern
-        )  # fmt: skip
+        return _Operand(position, offset, tensor.shape, tensor.stride(), tensor.dtype, pattern)
 
     try:
         return [tuple([operand(x) for x in request.tensors]) for request in plan.launches]

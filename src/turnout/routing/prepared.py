@@ -17,7 +17,6 @@ _MISSING = object()
 _MOST_VALUES = 256  # of one Prepared; a call has a handful for each alignment of its tensors
 _current: ContextVar[Prepared | None] = ContextVar("turnout_prepared", default=None)
 Value = TypeVar("Value")
-Function = TypeVar("Function", bound=Callable[..., Any])
 Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
 
 
@@ -75,7 +74,7 @@ def kept(key: Any, work_out: Callable[[], Value]) -> Value:
     return prepared.keep(key, work_out()) if value is _MISSING else value
 
 
-def worked_out_once(function: Function) -> Function:
+def worked_out_once(function: Callable[..., Value]) -> Callable[..., Value]:
     """A function of sizes, strides, dtypes and the like, worked out once for each Prepared that asks.
 
     >>> @worked_out_once
@@ -89,7 +88,7 @@ def worked_out_once(function: Function) -> Function:
     """
 
     @functools.wraps(function)
-    def look_up(*args: Any) -> Any:
+    def look_up(*args: Any) -> Value:
         prepared = _current.get()
         if prepared is None:
             return function(*args)
@@ -97,4 +96,4 @@ def worked_out_once(function: Function) -> Function:
         value = prepared.values.get(key, _MISSING)
         return prepared.keep(key, function(*args)) if value is _MISSING else value
 
-    return look_up  # pyright: ignore[reportReturnType]
+    return look_up
