@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import turnout
+from turnout import ops
 from turnout.models import frames, patch, sdpa
 from turnout.race import models
 from turnout.routing.public import PUBLIC
@@ -29,7 +30,7 @@ class Peak(TorchDispatchMode):
         self.living, self.most, self.then, self.inside = {}, 0, [], 0
         self.counts = counts
         self.held = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
-        for owner, name in [(F, "scaled_dot_product_attention"), (sdpa, "STOCK"), *((turnout, name) for name in PUBLIC)]:
+        for owner, name in [(F, "scaled_dot_product_attention"), (sdpa, "STOCK"), *((ops, name) for name in PUBLIC)]:
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, functools.partial(self.step, getattr(owner, name)))
 

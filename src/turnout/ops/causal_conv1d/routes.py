@@ -11,7 +11,8 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
-from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.ops.causal_conv1d.launches import empty_dense
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -86,7 +87,7 @@ def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     each = 0.05e-9 * problem.width + (0.55e-9 if problem.activation else 0.4e-9) + (1e-9 if problem.seq_idx else 0)
-    return 80e-6 + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
+    return 80e-6 + problem.elements * each * 2 / device.cores
 
 
 def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
