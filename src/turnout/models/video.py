@@ -50,7 +50,7 @@ class Border(NamedTuple):
     mode: str = "replicate"  # of the edges, as in torch.nn.functional.pad
 
 
-def bordered(x: Tensor, border: Border, fill: Fill, size: Sequence[int] | None = None) -> Tensor:
+def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] | None = None) -> Tensor:
     """The result of `fill` inside a border, channels-last. Where tensors may be written, it is written there in the
     first place. size: frames, height and width of that result, where they are not those of x."""
     before, after, (high, wide), mode = border
@@ -58,16 +58,16 @@ def bordered(x: Tensor, border: Border, fill: Fill, size: Sequence[int] | None =
         inside = F.pad(fill(None), (wide, wide, high, high, 0, 0), mode=mode) if high or wide else fill(None)
         return torch.cat([*[inside[:, :, :1]] * before, inside, *[inside[:, :, -1:]] * after], 2)
     batch, channels = x.shape[:2]
-    frames, height, width = size or x.shape[2:]
+    frames, height, width = x.shape[2:] if size is None else size
     shape = (batch, before + frames + after, height + 2 * high, width + 2 * wide, channels)
     buffer = torch.empty(shape, dtype=x.dtype, device=x.device).permute(0, 4, 1, 2, 3)
     body = buffer[:, :, before : before + frames]
     fill(body[:, :, :, high : high + height, wide : wide + width])
-    for axis, edge, size in ((3, high, height), (4, wide, width)):
+    for axis, edge, length in ((3, high, height), (4, wide, width)):
         for i in range(edge):
-            mirrored = (2 * edge - i, edge + size - 2 - i) if mode == "reflect" else (edge, edge + size - 1)
+            mirrored = (2 * edge - i, edge + length - 2 - i) if mode == "reflect" else (edge, edge + length - 1)
             body.select(axis, i).copy_(body.select(axis, mirrored[0]))
-            body.select(axis, edge + size + i).copy_(body.select(axis, mirrored[1]))
+            body.select(axis, edge + length + i).copy_(body.select(axis, mirrored[1]))
     buffer[:, :, :before] = body[:, :, :1]
     buffer[:, :, before + frames :] = body[:, :, -1:]
     return buffer
