@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
-from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
+from turnout.models.graphs import ENGINES, CapturedStep, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.sdpa import attend
+from turnout.models.snapshot import ModelSnapshot
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 from turnout.routing.fallback import autocasts
 
@@ -468,7 +469,7 @@ class DecodeStream:
     def __init__(self, vae: Any, *, graph: bool = False):
         if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
             raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
-        if graph and vae.device.type != "cuda":
+        if graph and vae.device.type not in ENGINES:
             raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
         self.vae, self.graph = vae, graph
         self.captured: CapturedStep | None = None
@@ -594,7 +595,7 @@ class DecodeStream:
             self._drop_stale_graph()
             if self.captured is not None:
                 return self.captured.assumptions[0]
-            return ModelSnapshot(self.vae, for_graph=self.graph)
+            return ModelSnapshot(self.vae, ("post_quant_conv", "decoder"), for_graph=self.graph)
         change = clip.model.change()
         if change is not None:
             raise RuntimeError(

@@ -87,8 +87,23 @@ def can_read_values(tensor: Tensor) -> bool:
         type(tensor) in PLAIN_TENSORS
         and tensor.device.type in ("cpu", "cuda")
         and not torch.compiler.is_compiling()
+        and not _hidden.get()
         and _rewriting() is None
     )
+
+
+_hidden: ContextVar[bool] = ContextVar("turnout_values_hidden", default=False)
+
+
+@contextlib.contextmanager
+def values_hidden() -> Iterator[None]:
+    """Inside this block nothing depends on the values of a tensor: what runs becomes a graph, which is
+    replayed with others."""
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
 
 
 _derivative_of_backward: ContextVar[bool] = ContextVar("turnout_derivative_of_backward", default=False)
