@@ -75,15 +75,15 @@ class Upsample(Adapter):
             yield f"upsample factor {tuple(instance.upsample_factor)}, this adapter needs whole numbers"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        times = tuple(int(factor) for factor in self.upsample_factor)
+        in_time, in_height, in_width = map(int, self.upsample_factor)
         wide, _, high, _, before, _ = self.conv.time_causal_padding
         border = Border(before, 0, (high, wide))
 
         def fill(out: Tensor | None) -> Tensor:
-            return repeat_frames(hidden_states, times, first_apart=True, out=out)
+            return repeat_frames(hidden_states, (in_time, in_height, in_width), first_apart=True, out=out)
 
         frames, height, width = hidden_states.shape[2:]
-        size = (1 + (frames - 1) * times[0], height * times[1], width * times[2])
+        size = (1 + (frames - 1) * in_time, height * in_height, width * in_width)
         return _plain_conv(self.conv.conv, bordered(hidden_states, border, fill, size))
 
 
