@@ -27,6 +27,11 @@ autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch's own question raises for those that have none, such as meta."""
+    return autocasting() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 class Blocked(NamedTuple):
     """Why no route may take a call."""
 
