@@ -58,7 +58,7 @@ def test_unknown_names_list_the_known():
         turnout.explain("dott", torch.ones(3), torch.ones(3))
     with pytest.raises(ValueError, match=r"device 'h2000' is not known; did you mean nvidia-h200\? One of: cpu, nvidia-h200"):
         turnout.explain("dot", torch.ones(3), torch.ones(3), device="h2000")
-    with pytest.raises(ValueError, match=r"one of: .*dot"):
+    with pytest.raises(ValueError, match=r"One of: .*dot"):
         turnout.routes("nope")
 
 

@@ -49,7 +49,7 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
     reduced = problem.shape[0] * problem.shape[1] * blocks * (0.6e-9 if rows else 1.7e-9)
     large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
     written = problem.elements * (0.25e-9 + (0.5e-9 * problem.dtype.itemsize if large else 0))
-    return 45e-6 + (sums + reduced + written) / min(device.units, torch.get_num_threads())
+    return 45e-6 + (sums + reduced + written) / device.cores
 
 
 ON_CPU: Any = {
