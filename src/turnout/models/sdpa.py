@@ -27,7 +27,7 @@ from turnout import ops
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
 from turnout.routing import choose, settings
 from turnout.routing.device import Device
-from turnout.routing.fallback import PLAIN_TENSORS, autocasting, blocked, tracing_state
+from turnout.routing.fallback import PLAIN_TENSORS, autocasting, autocasts, blocked, tracing_state
 from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
 
 # torch's own function, also where somebody has put another one into torch.nn.functional.
@@ -169,7 +169,7 @@ def _routed(call: _Call) -> Tensor | None:
 def _autocast_dtype(call: _Call) -> torch.dtype | None:
     """What autocast casts the tensors of a call to; None where they stay as they are."""
     kind = call.query.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not autocasts(kind):
         return None
     dtype = torch.get_autocast_dtype(kind)
     tensors = (call.query, call.key_states, call.value, call.mask)

@@ -25,6 +25,7 @@ from turnout.routing.fallback import (
     AUTOCAST_ON,
     Blocked,
     autocasting,
+    autocasts,
     blocked,
     differentiable_backward,
     tracing_state,
@@ -308,7 +309,7 @@ class Op:
         if self.autocast != "cast" or not autocasting():
             return args
         kind = device_type or next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(kind):
+        if not autocasts(kind):
             return args
         dtype = torch.get_autocast_dtype(kind)
 
