@@ -97,11 +97,12 @@ def test_targets_of_make_exist(page):
 # ---- links and lengths
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(name):
-    """Those of the site are checked when it is built."""
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / name).read_text())
-    assert [target for target in targets if "://" not in target and not (ROOT / target).exists()] == []
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_links_lead_somewhere(page):
+    """To files of the repository; those between pages are checked when the site is built, too."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    there = [target for target in targets if "://" not in target]
+    assert [target for target in there if not (page.parent / target).exists()] == []
 
 
 def test_the_readme_is_short():
