@@ -103,5 +103,5 @@ def test_recording_ends_with_its_block():
 
     with recorded(H200):
         assert Device.of("cpu") is H200
-    assert recording.recording is None
+    assert recording.recording.get() is None
     assert Device.of("cpu").type == "cpu"

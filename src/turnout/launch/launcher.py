@@ -19,6 +19,7 @@ from torch import Tensor
 from turnout.launch import operands, recording
 from turnout.launch.descriptors import encode
 from turnout.launch.direct import DirectLauncher, direct_launcher
+from turnout.routing.device import is_assumed
 
 _MOST_KEPT = 4096
 BACKEND = "cuda" if torch.version.hip is None else "hip"  # Triton's name of what torch calls CUDA devices
@@ -37,7 +38,7 @@ def launch(
     """
     first: Tensor = tensors[0] if isinstance(tensors[0], Tensor) else tensors[0].base
     device = first.device
-    if device.type != "cuda":
+    if device.type != "cuda" or recording.recording.get() is not None:
         _launch_elsewhere(kernel, programs, tensors, numbers, constants, warps, options)
         return
     if device.index is not None and device.index != torch.cuda.current_device():
@@ -62,8 +63,9 @@ def launch(
 
 def _launch_elsewhere(kernel, programs, tensors, numbers, constants, warps, options) -> None:
     """A launch on something else than an NVIDIA or AMD card: recorded, interpreted, or left to Triton's own way."""
-    if recording.recording is not None:
-        recording.recording.append(recording.Launch(kernel, programs, tensors, numbers, constants, warps, options))
+    launches = recording.recording.get()
+    if launches is not None:
+        launches.append(recording.Launch(kernel, programs, tensors, numbers, constants, warps, options))
         return
     with operands.compiling(options) as known:
         kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
@@ -119,7 +121,7 @@ def prepare_launch(
     Returns `relaunch(*tensors)`, which says whether it has launched: it does not where 16 bytes do not divide all
     addresses. Complex tensors count as their real views.
     """
-    cuda, index, rest = device.type == "cuda", device.index, (*numbers, *constants.values())
+    cuda, index, rest = device.type == "cuda" and not is_assumed(), device.index, (*numbers, *constants.values())
     ready = DirectLauncher(None, None)
 
     def relaunch(*tensors: Tensor | None) -> bool:

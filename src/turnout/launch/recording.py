@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from turnout.routing.device import Device, assumed
@@ -21,12 +22,13 @@ class Launch(NamedTuple):
     options: Mapping[str, Any]
 
 
-recording: list[Launch] | None = None  # where launches go instead of to a card
+# Where the launches of this thread go instead of to a card.
+recording: ContextVar[list[Launch] | None] = ContextVar("turnout_recording", default=None)
 
 
 @contextlib.contextmanager
 def recorded(device: Device) -> Iterator[list[Launch]]:
-    """While this is entered, launches on tensors that are not on a GPU are listed instead of launched.
+    """While this is entered, the launches of this thread are listed instead of launched.
 
     Routes plan as if all tensors were on `device`. Tensors on the meta device will do; outputs stay unwritten.
 
@@ -38,10 +40,10 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     >>> [(launch.kernel.__name__, launch.programs) for launch in launches]
     [('dot_chunks', 1056)]
     """
-    global recording
-    before, recording = recording, []
+    launches: list[Launch] = []
+    token = recording.set(launches)
     try:
         with assumed(device):
-            yield recording
+            yield launches
     finally:
-        recording = before
+        recording.reset(token)

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -94,8 +95,9 @@ class Device:
     @staticmethod
     def of(device: torch.device | str) -> Device:
         """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
-        if _assumed is not None:
-            return _assumed
+        instead = _assumed.get()
+        if instead is not None:
+            return instead
         known = _seen.get(device)
         if known is not None:
             return known
@@ -113,22 +115,26 @@ class Device:
 
 
 _seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
-_assumed: Device | None = None
+_assumed: ContextVar[Device | None] = ContextVar("turnout_assumed_device", default=None)
 
 
 @contextlib.contextmanager
 def assumed(device: Device) -> Iterator[None]:
     """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing can run.
 
-    For finding out what a route would launch on a card that is not here (`turnout.launch.recorded`). It holds for
-    the whole process, so it is for command lines and tests, not for a program that computes meanwhile.
+    For finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread; what others
+    compute meanwhile stays on its own device.
     """
-    global _assumed
-    before, _assumed = _assumed, device
+    token = _assumed.set(device)
     try:
         yield
     finally:
-        _assumed = before
+        _assumed.reset(token)
+
+
+def is_assumed() -> bool:
+    """Whether a device is assumed in this thread: calls are planned, and nothing of them is to be remembered."""
+    return _assumed.get() is not None
 
 
 def _letters(name: str) -> str:

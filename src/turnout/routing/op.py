@@ -19,7 +19,7 @@ from turnout.routing import failures, settings, writing
 from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
-from turnout.routing.device import Device
+from turnout.routing.device import Device, is_assumed
 from turnout.routing.driving import driver
 from turnout.routing.fallback import (
     AUTOCAST_ON,
@@ -213,7 +213,10 @@ class Op:
             return self._reference_run(args)(*args)
         if blocked(args, False) is not None:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same facts
-        run = self.memo[facts] = self._chosen(args)
+        run = self._chosen(args)
+        if is_assumed():
+            return run(*args)
+        self.memo[facts] = run
         _remembered.append((self.memo, facts))
         if len(_remembered) > _MOST_REMEMBERED:
             with contextlib.suppress(IndexError):  # another thread may have forgotten them all
@@ -224,6 +227,8 @@ class Op:
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
             return self._under_autocast
+        if is_assumed():
+            return self._planned(args)
         for watch in _watchers:
             watch(self, args)
         key = self.key(args)
@@ -238,6 +243,16 @@ class Op:
             run = self.driven(route.ready(args, dict(verdict.config)), args, route)
         next_try = self.failed.next_try(key)
         return run if next_try is None else self._until(next_try, run)
+
+    def _planned(self, args: tuple) -> Callable[..., Any]:
+        """What runs where a device is assumed: the route that would be taken there, bound to nothing. Who is asked
+        in every call of such a route was asked when the call settled: nothing of it is remembered."""
+        if self.autocast == "reference" and autocasting():
+            return self.plain
+        verdict = self.verdict(self.key(args))
+        if verdict.chosen == REFERENCE:
+            return self.plain
+        return torch.no_grad()(functools.partial(self.routes[verdict.chosen].run, **dict(verdict.config)))
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
         """The reference as it is run, for arguments with the facts of these."""
