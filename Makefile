@@ -72,6 +72,7 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+	.venv/bin/lint-imports
 
 # On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15

@@ -9,7 +9,7 @@ and Inf among others), the layout (any order of dimensions, gaps, an offset, rep
 the batch (of none, of one). A changed call that the reference takes is a call; one that it refuses must be
 refused by the op too.
 
-A route is right if it keeps the promise of its numerics class (`turnout.routing.verify`). Where there are
+A route is right if it keeps the promise of its numerics class (`turnout.measure.verify`). Where there are
 values that are not finite, it must have them where float64 has them, or float64 rounded to the output's
 dtype, or the reference, and be close everywhere else. Differences below the smallest normal number do not
 count. No route may change its arguments, or what lies between their elements.
@@ -35,12 +35,12 @@ from torch import Tensor
 
 from tests.walk import OPS, listed, random_call
 from turnout.bench.sweep import commit, keep_row, versions
+from turnout.measure.verify import Trial, outputs, relative_error, rolled
 from turnout.routing.case import laid_like
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
 from turnout.routing.op import Op
 from turnout.routing.store import write_json
-from turnout.routing.verify import Trial, outputs, relative_error, rolled
 
 HOME = Path(__file__).parents[1]
 ROUTED = "as routed"

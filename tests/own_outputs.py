@@ -10,8 +10,8 @@ from torch.nn.functional import relu, relu_
 
 import turnout
 from tests.walk import copy, random_call
+from turnout.measure.verify import outputs as outputs_of
 from turnout.routing.choose import REFERENCE
-from turnout.routing.verify import outputs as outputs_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.03}  # of gradients, by their dtype

@@ -10,10 +10,10 @@ import torch
 
 import turnout  # noqa: F401
 from turnout.launch import prepare_from_plan
+from turnout.measure.verify import Trial, outputs, truth
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, outputs, truth
 
 CPU = torch.device("cpu")
 H200 = Device.named("h200")

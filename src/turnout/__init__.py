@@ -7,6 +7,7 @@ refuse_unsupported()  # before anything of a version that is too old can fail in
 
 # ruff: noqa: E402
 from turnout.asking import explain, routes
+from turnout.measure.tune import tune
 from turnout.models.accelerate import accelerate, accelerated, restore
 from turnout.ops import (
     attention,
@@ -33,7 +34,6 @@ from turnout.ops import (
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
-from turnout.routing.tune import tune
 
 __all__ = [
     "Refused",

@@ -12,13 +12,13 @@ import torch
 
 from turnout._version import __version__
 from turnout.launch import support
+from turnout.measure.verify import Trial
 from turnout.routing import failures, versions
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
 from turnout.routing.row import brief, printable
 from turnout.routing.store import folder
 from turnout.routing.table import Table, Tables, machine_of, stale_routes
-from turnout.routing.verify import Trial
 
 _SMALL_CASES = 4  # cases come small ones first; a check that takes a minute is no check
 _PACKAGES = ("torch", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")

@@ -11,7 +11,7 @@ import torch
 
 from tests.walk import LAUNCHING, random_call
 from turnout.launch.recording import Launch, recorded
-from turnout.ops.convolution.launches import transpose
+from turnout.ops.convolution.gpu.launches import transpose
 from turnout.routing import versions
 from turnout.routing.case import outline
 from turnout.routing.device import KIB, Device

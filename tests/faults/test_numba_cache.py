@@ -269,8 +269,8 @@ def test_a_numba_that_has_changed_still_compiles(package, monkeypatch):
 
 def test_sources_of_a_kernel():
     ops = Path(turnout.__file__).parent / "ops"
-    reached = [name for name, _ in numba_cache.sources(ops / "convolution" / "cpu_kernels.py")]
-    convolution = ["ops/convolution/cpu_kernels.py", "ops/convolution/cpu_product_kernels.py"]
+    reached = [name for name, _ in numba_cache.sources(ops / "convolution" / "cpu" / "kernels.py")]
+    convolution = ["ops/convolution/cpu/kernels.py", "ops/convolution/cpu/product_kernels.py"]
     expected = ["ops/common_cpu_kernels.py", *convolution, "ops/numba_cache.py"]
     assert [name.replace(os.sep, "/") for name in reached] == expected
 

@@ -93,7 +93,7 @@ def failing_ops(monkeypatch):
         return run
 
     for name in OPS:
-        monkeypatch.setattr(turnout, name, failing(getattr(turnout, name)))
+        monkeypatch.setattr(turnout.ops, name, failing(getattr(turnout, name)))
     return before, after
 
 

@@ -133,7 +133,7 @@ def test_repeat_after_a_failed_capture(error, monkeypatch):
         return norm(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(turnout, "rms_norm_silu", failing)
+        patch.setattr(turnout.ops, "rms_norm_silu", failing)
         with pytest.raises(error, match="planted"):
             graph.decode(z)
     assert failures
@@ -220,7 +220,7 @@ def test_repeat_after_failure_in_any_op(rings, monkeypatch):
         return run
 
     for name in ("conv3d", "causal_conv3d", "upsample_conv2d", "rms_norm_silu", "attention"):
-        monkeypatch.setattr(turnout, name, failing(getattr(turnout, name)))
+        monkeypatch.setattr(turnout.ops, name, failing(getattr(turnout, name)))
     stream.decode(parts[0])
     assert bool(stream.cache.rings) == rings
     calls = 0

@@ -9,10 +9,10 @@ import torch
 
 import turnout
 from tests.walk import contractions, copy, elsewhere, equal, gpu_routes, launching_routes, lets_pass, planned_routes, random_call
+from turnout.measure.tune import measure, peak_mib
+from turnout.measure.verify import Trial, outputs
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.tune import measure, peak_mib
-from turnout.routing.verify import Trial, outputs
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

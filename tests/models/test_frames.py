@@ -145,7 +145,7 @@ class Peak(TorchDispatchMode):
         self.living, self.most, self.inside = {}, 0, 0
         self.weights = {x.untyped_storage()._cdata for x in model.parameters()}
         for name in ("conv3d", "causal_conv3d", "rms_norm_silu", "upsample_conv2d"):
-            monkeypatch.setattr(turnout, name, functools.partial(self.step, getattr(turnout, name)))
+            monkeypatch.setattr(turnout.ops, name, functools.partial(self.step, getattr(turnout, name)))
 
     def step(self, op, *args, **kwargs):
         self.inside += 1

@@ -6,9 +6,9 @@ import functools
 import pytest
 import torch
 
+from turnout.measure.verify import Trial, truth
 from turnout.ops.attention import ATTENTION, like_queries, routes
 from turnout.ops.attention.launches import run_combine, run_flash
-from turnout.routing.verify import Trial, truth
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:divide by zero encountered"),

@@ -10,9 +10,9 @@ import torch
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes  # noqa: F401
+from turnout.measure.verify import Trial
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial
 
 H200, CPU = Device.named("h200"), torch.device("cpu")
 pytestmark = [

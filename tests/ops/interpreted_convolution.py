@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.convolution_calls import Call
-from turnout.ops.convolution import launches
+from turnout.ops.convolution.gpu import launches
 
 SMALL = {"pixels": 16, "filters": 16, "channels": 16}
 CALLS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.measure.verify import Trial, relative_error, truth
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, relative_error, truth
 
 pytestmark = pytest.mark.usefixtures("poison")
 SMALL = {"columns": 4, "rows": 4, "unroll": 2, "waves": 1, "walks": 1}

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.measure.verify import Trial
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.usefixtures("poison")
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
+from turnout.measure.verify import Trial, relative_error, truth
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, relative_error, truth
 
 pytestmark = pytest.mark.usefixtures("poison")
 LAST = torch.channels_last_3d

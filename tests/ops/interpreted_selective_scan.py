@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.walk import CPU
+from turnout.measure.verify import Trial
 from turnout.ops.selective_scan.cases import case as scan_case
 from turnout.ops.selective_scan_update.cases import case as update_case
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial
 
 TRAINED = "steps and rates of a trained model"
 

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 import turnout
+from turnout.measure.tune import peak_mib
+from turnout.measure.verify import Trial
 from turnout.ops.attention import ATTENTION, padding
 from turnout.ops.attention.launches import run_flash, run_wide_hopper
 from turnout.routing.device import Device
-from turnout.routing.tune import peak_mib
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -14,11 +14,11 @@ import turnout
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes
+from turnout.measure.verify import Trial, outputs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
 from turnout.routing.device import Device
-from turnout.routing.verify import Trial, outputs
 
 CPU = Device.of("cpu")
 HALF = (torch.float32, torch.float16, torch.bfloat16)

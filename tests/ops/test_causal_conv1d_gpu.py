@@ -7,10 +7,10 @@ import turnout
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes
+from turnout.measure.verify import Trial
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import turnout
 from tests.walk import equal, random_call
+from turnout.measure.verify import Trial
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import problem as shared
@@ -16,7 +17,6 @@ from turnout.ops.convolution.guards import one_dnn_has_avx512
 from turnout.ops.convolution.layout import dense_strides, in_format, torch_format
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial
 
 CPU = Device.of("cpu")
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

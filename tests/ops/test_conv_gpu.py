@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 import turnout
+from turnout.measure.tune import peak_mib
 from turnout.ops.conv3d import CONV3D
 from turnout.routing.device import Device
-from turnout.routing.tune import peak_mib
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.ops.test_conv2d_conv3d import CPU, made, views
+from turnout.measure.verify import Trial
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
-from turnout.routing.verify import Trial
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_winograd_of_positive_numbers(shape, layout):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_winograd_with_more_filters_than_fit(layout, monkeypatch):
-    monkeypatch.setattr("turnout.ops.convolution.winograd.MOST_FILTERS", 4 * 16 * 16 * 3 * 20 * 2)  # 32 of them
+    monkeypatch.setattr("turnout.ops.convolution.cpu.winograd.MOST_FILTERS", 4 * 16 * 16 * 3 * 20 * 2)  # 32 of them
     args = CONV3D.arguments(*made((2, 20, 3, 9, 10), (70, 20, 3, 3, 3), layout=layout), padding=1)
     assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from turnout.launch.recording import recorded
-from turnout.ops.convolution import kernel_routes
+from turnout.ops.convolution.gpu import routes as kernel_routes
 from turnout.ops.convolution.layout import LAST
 from turnout.routing.device import Device
 from turnout.routing.op import OPS

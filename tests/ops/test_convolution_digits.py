@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import turnout
+from turnout.measure.verify import Trial, allowed_error
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D
 from turnout.routing.device import Device
-from turnout.routing.verify import Trial, allowed_error
 
 CALLS = 300
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.ops.convolution_calls import Call
-from turnout.ops.convolution import launches
+from turnout.ops.convolution.gpu import launches
+from turnout.ops.convolution.gpu.tiles import NarrowTile, Tile
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, moved
-from turnout.ops.convolution.tiles import NarrowTile, Tile
 
 pytestmark = pytest.mark.gpu
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from turnout.ops.convolution import task as limits
-from turnout.ops.convolution import tiles
-from turnout.ops.convolution.task import Task
+from turnout.ops.convolution.gpu import task as limits
+from turnout.ops.convolution.gpu import tiles
+from turnout.ops.convolution.gpu.task import Task
 from turnout.routing.device import Device
 
 H200 = Device.named("h200")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import turnout
+from turnout.measure.verify import Trial, relative_error, truth
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.routing.op import OPS
-from turnout.routing.verify import Trial, relative_error, truth
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

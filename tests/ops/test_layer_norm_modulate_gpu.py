@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import turnout
+from turnout.measure.verify import Trial
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE
 from turnout.routing.device import Device
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -49,7 +49,7 @@ def test_more_than_2_31_elements():
 
 
 def test_memory_is_the_output():
-    from turnout.routing.tune import peak_mib
+    from turnout.measure.tune import peak_mib
 
     x, gate = torch.randn(1, 4608, 3072, device=CUDA, dtype=torch.bfloat16), torch.ones(1, 1, 3072, device=CUDA, dtype=torch.bfloat16)
     args = (x, x, gate, None, None, gate, gate, 1e-6)

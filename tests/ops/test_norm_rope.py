@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import turnout
+from turnout.measure.verify import Trial
 from turnout.ops.norm_rope import NORM_ROPE, arguments
 from turnout.routing.case import copy
-from turnout.routing.verify import Trial
 
 B, S, H, D = 2, 7, 6, 16
 ROUTES = ["reference", "cpu-rows"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import turnout
+from turnout.measure.verify import Trial
 from turnout.ops.norm_rope import NORM_ROPE, arguments
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -63,7 +63,7 @@ def test_more_than_2_31_elements():
 
 
 def test_memory_is_the_output():
-    from turnout.routing.tune import peak_mib
+    from turnout.measure.tune import peak_mib
 
     q = torch.randn(1, 4608, 24, 128, device=CUDA, dtype=torch.bfloat16)
     args = arguments(q, None, *tables(4608, 64), q_weight=torch.ones(128, device=CUDA, dtype=torch.bfloat16))

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import turnout
+from turnout.measure.verify import Trial
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
-from turnout.routing.verify import Trial
 
 CL3 = torch.channels_last_3d
 halves = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])

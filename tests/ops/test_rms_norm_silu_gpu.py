@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import turnout
+from turnout.measure.verify import Trial
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
-from turnout.routing.verify import Trial
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from turnout.bench.timer import _steadied, _summary, time_variants
+from turnout.measure.timer import _steadied, _summary, time_variants
 
 
 def test_a_quick_moment_of_the_host_is_not_its_time():

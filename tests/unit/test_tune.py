@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import turnout
-from turnout.bench.timer import Timing
+from turnout.measure import tune
+from turnout.measure.timer import Timing
 from turnout.ops.dot import DOT
-from turnout.routing import tune
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 from turnout.routing.store import folder

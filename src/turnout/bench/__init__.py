@@ -1,1 +1,1 @@
-"""The one timer, and what is built on it: sweeps, rooflines, reports."""
+"""Benchmarks of single calls: sweeps over an op's cases, rooflines, reports, what the router adds."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-import turnout
+from turnout import ops
 from turnout.routing.op import OPS
 
 _CALLS, _ROUNDS = 1000, 25
@@ -26,12 +26,12 @@ def measure_router() -> dict[str, dict[str, float]]:
     a, b = torch.randn(16), torch.randn(16)
     x, y = torch.randn(1, 16), torch.randn(16, 1)
     p, q = torch.randn(16, requires_grad=True), torch.randn(16, requires_grad=True)
-    compiled = torch.compile(torch.dot, fullgraph=True), torch.compile(turnout.dot, fullgraph=True)
+    compiled = torch.compile(torch.dot, fullgraph=True), torch.compile(ops.dot, fullgraph=True)
     return {
-        "dot": _compare(torch.dot, turnout.dot, a, b),
-        "inner": _compare(torch.inner, turnout.inner, a, b),
-        "matmul": _compare(torch.matmul, turnout.matmul, x, y),
-        "dot, gradients wanted": _compare(torch.dot, turnout.dot, p, q),
+        "dot": _compare(torch.dot, ops.dot, a, b),
+        "inner": _compare(torch.inner, ops.inner, a, b),
+        "matmul": _compare(torch.matmul, ops.matmul, x, y),
+        "dot, gradients wanted": _compare(torch.dot, ops.dot, p, q),
         "dot, torch.compile": _compare(*compiled, a, b),
     } | (_launches(torch.device("cuda")) if torch.cuda.is_available() else {})
 

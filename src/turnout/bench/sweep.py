@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
-from turnout.bench.timer import time_variants
+from turnout.measure.timer import time_variants
+from turnout.measure.tune import measure, peak_mib, remember, rotating
+from turnout.measure.verify import Trial
 from turnout.routing.case import Case, outline
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op
 from turnout.routing.row import Row
 from turnout.routing.table import Tables
-from turnout.routing.tune import measure, peak_mib, remember, rotating
-from turnout.routing.verify import Trial
 from turnout.routing.versions import for_device, minor
 
 _HOME = Path(__file__).parents[3]  # of a checkout

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside, bare_layer
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
@@ -125,7 +125,7 @@ class AdaLayerNormContinuous(Adapter):
 def _modulated(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     if x.dim() != 3 or scale.dtype != x.dtype:  # torch would give more dimensions, or a wider result
         return norm(x) * (1 + scale[:, None]) + shift[:, None]
-    return turnout.layer_norm_modulate(x, scale, shift, eps=norm.eps)  # pyright: ignore[reportReturnType]
+    return ops.layer_norm_modulate(x, scale, shift, eps=norm.eps)  # pyright: ignore[reportReturnType]
 
 
 class Gelu(Adapter):
@@ -144,8 +144,8 @@ def _fed_forward(
     feed_forward: Any, norm: Any, x: Tensor, found: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, last_gate: Tensor
 ) -> Tensor:
     """The second half of a block: what attention found is added to x, and what the feed-forward layers make of the norm of that."""
-    normed, x = turnout.layer_norm_modulate(found, scale, shift, eps=norm.eps, residual=x, gate=gate)
-    return turnout.gated_add(x, last_gate, feed_forward(normed))
+    normed, x = ops.layer_norm_modulate(found, scale, shift, eps=norm.eps, residual=x, gate=gate)
+    return ops.gated_add(x, last_gate, feed_forward(normed))
 
 
 class FluxPosEmbed(Adapter):
@@ -209,7 +209,7 @@ class FluxSingleBlock(Adapter):
         words, x = encoder_hidden_states.shape[1], joined(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
         found = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        x = _finite(turnout.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1))))
+        x = _finite(ops.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1))))
         return x[:, :words], x[:, words:]
 
 
@@ -260,12 +260,12 @@ class WanBlock(Adapter):
         # [B, 6, C], or one for each token: [B, S, 6, C]
         shift, scale, gate, last_shift, last_scale, last_gate = (self.scale_shift_table + temb.float()).unbind(-2)
         x = hidden_states
-        found = self.attn1(turnout.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb)
+        found = self.attn1(ops.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb)
         if isinstance(self.norm2, nn.LayerNorm):
             weight, bias = (None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias))
-            normed, x = turnout.layer_norm_modulate(found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate)
+            normed, x = ops.layer_norm_modulate(found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate)
         else:
-            normed = x = turnout.gated_add(x, gate, found)
+            normed = x = ops.gated_add(x, gate, found)
         found = self.attn2(normed, encoder_hidden_states, None, None)
-        normed, x = turnout.layer_norm_modulate(found, last_scale, last_shift, eps=self.norm3.eps, residual=x)
-        return turnout.gated_add(x, last_gate, self.ffn(normed))
+        normed, x = ops.layer_norm_modulate(found, last_scale, last_shift, eps=self.norm3.eps, residual=x)
+        return ops.gated_add(x, last_gate, self.ffn(normed))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import as_video, channels_last, per_frame
@@ -21,7 +21,7 @@ _CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
 def _convolved(module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """The causal convolution of x, and the frames to keep."""
     conv = module.conv
-    y = turnout.causal_conv3d(
+    y = ops.causal_conv3d(
         x, conv.weight, conv.bias, cache=cache, stride=conv.stride, padding=(module.height_pad, module.width_pad),
         dilation=conv.dilation, groups=conv.groups, pad_mode="replicate", residual=residual, return_cache=module.time_kernel_size > 1,
     )  # fmt: skip
@@ -57,9 +57,7 @@ def _scaled(norm: Any, f: Tensor, zq: Tensor, *, silu: bool) -> Tensor:
     if not all(repeats(size, small, int(apart and i == 0)) for i, (size, small) in enumerate(zip(f.shape[2:], zq.shape[2:], strict=True))):
         zq, apart = _resized(zq, f.shape[2:], apart), False
     scale, shift = (channels_last(F.conv3d(zq, conv.weight, conv.bias)) for conv in (norm.conv_y.conv, norm.conv_b.conv))
-    return turnout.spatial_norm_silu(
-        f, layer.num_groups, layer.weight, layer.bias, scale, shift, eps=layer.eps, silu=silu, first_apart=apart
-    )
+    return ops.spatial_norm_silu(f, layer.num_groups, layer.weight, layer.bias, scale, shift, eps=layer.eps, silu=silu, first_apart=apart)
 
 
 def _resized(zq: Tensor, size: Any, apart: bool) -> Tensor:
@@ -101,7 +99,7 @@ class ResnetBlock(Adapter):
 def _normed(norm: Any, x: Tensor, zq: Tensor | None) -> Tensor:
     if zq is not None:
         return _scaled(norm, x, zq, silu=True)
-    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
+    return ops.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps)
 
 
 class Upsample(Adapter):
@@ -110,7 +108,7 @@ class Upsample(Adapter):
     inside = Inside(reads=(nn.Conv2d,))
 
     def forward(self: Any, inputs: Tensor) -> Tensor:
-        y = as_video(turnout.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1), inputs.shape[0])
+        y = as_video(ops.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1), inputs.shape[0])
         frames = inputs.shape[2]
         if not self.compress_time or frames == 1:
             return y

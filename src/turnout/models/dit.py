@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.blocks import joined_products
 from turnout.models.routed import RoutedProcessor
@@ -93,7 +93,7 @@ class FluxProcessor(RoutedProcessor):
         else:
             q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, attn.head_dim)
         cos, sin = image_rotary_emb
-        q, k = turnout.norm_rope_qk(
+        q, k = ops.norm_rope_qk(
             q, k, cos, sin, q_weight=_weights(*q_norms), k_weight=_weights(*k_norms), pairing="interleaved", out_layout="bshd", **how
         )
         found = _attend(self, q, k, v, attention_mask)
@@ -121,7 +121,7 @@ class QwenImageProcessor(RoutedProcessor):
         words, head_dim = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
         q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, head_dim)
         turns = torch.cat([image_rotary_emb[1], image_rotary_emb[0]])  # complex, [text and image, D/2]
-        q, k = turnout.norm_rope_qk(
+        q, k = ops.norm_rope_qk(
             q, k, turns, None, q_weight=_weights(*norms[:2]), k_weight=_weights(*norms[2:]),
             pairing="interleaved", out_layout="bshd", **how,
         )  # fmt: skip
@@ -150,12 +150,10 @@ class WanProcessor(RoutedProcessor):
         q, k, v = self._qkv(attn, hidden_states, encoder_hidden_states)
         if rotary_emb is not None:
             cos, sin = rotary_emb
-            q, k = turnout.norm_rope_qk(
-                q, k, cos, sin, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight, pairing="interleaved", **how
-            )
+            q, k = ops.norm_rope_qk(q, k, cos, sin, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight, pairing="interleaved", **how)
         else:
-            q = turnout.norm_rope(q, weight=attn.norm_q.weight, **how)
-            k = turnout.norm_rope(k, weight=attn.norm_k.weight, **how)
+            q = ops.norm_rope(q, weight=attn.norm_q.weight, **how)
+            k = ops.norm_rope(k, weight=attn.norm_k.weight, **how)
         return attn.to_out[1](attn.to_out[0](_attend(self, q, k, v, attention_mask)))
 
     def _qkv(self: Any, attn: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:

@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import turnout
+from turnout import ops
 from turnout.models.video import channels_last
 
 # Pixels of a frame from which on frames go one by one, by the type of the device. A GPU is full with one frame of that size; with less it
@@ -196,7 +196,7 @@ class Ring:
             self.arranged[conv, "rows"] = channels_last(conv.weight.transpose(2, 3))
         beside = None if residual is None else residual.squeeze(2).unsqueeze(3)
         x, (high, wide) = self.frames(self.free - 2, 3), padding
-        y = turnout.conv3d(x, self.arranged[conv, "rows"], conv.bias, padding=(high, 0, wide), residual=beside)
+        y = ops.conv3d(x, self.arranged[conv, "rows"], conv.bias, padding=(high, 0, wide), residual=beside)
         self.free -= 2
         if self.free == self.moved:
             self._move()
@@ -230,5 +230,5 @@ def convolve_ahead(
         weight = channels_last(conv.weight.to(kind).flip(2).permute(2, 0, 1, 3, 4).flatten(0, 1).unsqueeze(2))
         arranged[conv, "ahead"] = weight, None if conv.bias is None else F.pad(conv.bias.to(kind), (0, (depth - 1) * filters))
     weight, bias = arranged[conv, "ahead"]
-    sums = turnout.conv3d(x.to(kind), weight, bias, padding=(0, *padding), residual=ahead)
+    sums = ops.conv3d(x.to(kind), weight, bias, padding=(0, *padding), residual=ahead)
     return sums[:, :filters].to(x.dtype), F.pad(sums[:, filters:], (0, 0, 0, 0, 0, 0, 0, filters))

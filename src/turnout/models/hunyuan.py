@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.sdpa import attend
@@ -24,8 +24,8 @@ def _convolved(module: Any, x: Tensor, norm: nn.GroupNorm | None = None, residua
         wide, _, high, _, before, _ = padding
         whole = bordered(x, Border(before, 0, (high, wide)), lambda out: x if out is None else out.copy_(x))
     else:
-        whole = turnout.group_norm_silu_pad(x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps)
-    return turnout.conv3d(whole, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
+        whole = ops.group_norm_silu_pad(x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps)
+    return ops.conv3d(whole, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
 
 
 class CausalConv(Adapter):
@@ -102,7 +102,7 @@ class MidBlock(Adapter):
 def _attended(attn: Any, x: Tensor) -> Tensor:
     frames, height, width = x.shape[2:]
     norm = attn.group_norm
-    normed = turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=False)
+    normed = ops.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=False)
     tokens = normed.permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T*H*W, C]
     q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
     size, found = height * width, []

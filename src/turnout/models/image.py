@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.routed import RoutedProcessor
@@ -17,11 +17,11 @@ from turnout.models.sdpa import attend
 
 
 def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
-    return turnout.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu)
+    return ops.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu)
 
 
 def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    return turnout.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)  # pyright: ignore
+    return ops.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)  # pyright: ignore
 
 
 class ResnetBlock(Adapter):
@@ -67,7 +67,7 @@ class Upsample(Adapter):
         if self.norm is not None or output_size is not None:
             return super().forward(hidden_states, output_size, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         conv = _upsampled(self)
-        return turnout.upsample_conv2d(hidden_states, conv.weight, conv.bias, scale=2, padding=1)
+        return ops.upsample_conv2d(hidden_states, conv.weight, conv.bias, scale=2, padding=1)
 
 
 def _upsampled(upsample: Any) -> Any:

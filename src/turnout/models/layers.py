@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.patch import Adapter
 from turnout.models.routed import Routed, RoutedProcessor, needs_a_way
 
@@ -22,7 +22,7 @@ class Conv2d(Adapter):
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return turnout.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return ops.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class Conv3d(Adapter):
@@ -35,7 +35,7 @@ class Conv3d(Adapter):
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return turnout.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return ops.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class GroupNorm(Adapter):
@@ -49,7 +49,7 @@ class GroupNorm(Adapter):
     def forward(self: Any, input: Tensor) -> Tensor:
         if self.weight.dtype is not input.dtype:  # torch takes some of these, and says why it does not take others
             return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
-        return turnout.group_norm_silu(input, self.num_groups, self.weight, self.bias, eps=self.eps, silu=False)
+        return ops.group_norm_silu(input, self.num_groups, self.weight, self.bias, eps=self.eps, silu=False)
 
 
 class Attention(Routed):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, bordered, channels_last
@@ -21,7 +21,7 @@ def _norm(norm: Any, x: Tensor, out: Tensor | None, *, scale: Tensor | None = No
     """SiLU of the norm, whose weight and bias may come from a time step."""
     weight, bias = (getattr(norm, "weight", None), getattr(norm, "bias", None)) if scale is None else (1 + scale.flatten(), shift)
     bias = None if bias is None else bias.flatten()
-    return turnout.rms_norm_silu(x, weight, bias=bias, eps=norm.eps, dim=1, out=out)
+    return ops.rms_norm_silu(x, weight, bias=bias, eps=norm.eps, dim=1, out=out)
 
 
 def _convolved(module: Any, x: Tensor, causal: bool | None, *, norm: Any = None, residual: Tensor | None = None) -> Tensor:
@@ -33,9 +33,9 @@ def _convolved(module: Any, x: Tensor, causal: bool | None, *, norm: Any = None,
         edges, padding = ((0, 0), conv.padding) if conv.padding_mode == "zeros" else (conv.padding[1:], (0, 0, 0))
         fill = (lambda out: x if out is None else out.copy_(x)) if norm is None else functools.partial(norm, x)
         whole = bordered(x, Border(before, after, edges, conv.padding_mode), fill)
-        return turnout.conv3d(whole, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups, residual=residual)
+        return ops.conv3d(whole, conv.weight, conv.bias, conv.stride, padding, conv.dilation, conv.groups, residual=residual)
     x = channels_last(x) if norm is None else norm(x, None)
-    return turnout.causal_conv3d(  # pyright: ignore[reportReturnType]
+    return ops.causal_conv3d(  # pyright: ignore[reportReturnType]
         x, conv.weight, conv.bias, padding=conv.padding[1:], dilation=conv.dilation, groups=conv.groups, pad_mode="replicate",
         residual=residual,
     )  # fmt: skip

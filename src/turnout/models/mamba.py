@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import turnout
+from turnout import ops
 from turnout.models.patch import Adapter
 from turnout.models.rebinding import Rebinder
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
@@ -29,20 +29,20 @@ def _conv(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
     **unused: Any,
 ) -> Any:  # fmt: skip
-    return turnout.causal_conv1d(hidden_states, weight, bias, activation=_ACTIVATIONS[activation], seq_idx=seq_idx)
+    return ops.causal_conv1d(hidden_states, weight, bias, activation=_ACTIVATIONS[activation], seq_idx=seq_idx)
 
 
 def _conv_update(
     hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    return turnout.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation=_ACTIVATIONS[activation])
+    return ops.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation=_ACTIVATIONS[activation])
 
 
 def _scan(
     hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **unused: Any,
 ) -> Any:  # fmt: skip
-    return turnout.selective_scan(
+    return ops.selective_scan(
         hidden_states, dt, A, B, C, D=D, z=z, dt_bias=delta_bias, dt_softplus=delta_softplus, return_final_state=return_last_state
     )
 
@@ -146,4 +146,4 @@ class RMSNorm(Adapter):
         weight = self.weight
         if hidden_states.is_cuda and hidden_states.numel() <= _ALL_LAUNCH and weight.dtype is hidden_states.dtype:
             return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
-        return turnout.rms_norm_silu(hidden_states, weight, eps=self.variance_epsilon, dim=-1, silu=False)
+        return ops.rms_norm_silu(hidden_states, weight, eps=self.variance_epsilon, dim=-1, silu=False)

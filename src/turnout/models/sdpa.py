@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._device import DeviceContext
 
-import turnout
+from turnout import ops
 from turnout.launch.pretended import Pretended
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
 from turnout.routing import choose, settings
@@ -105,7 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.dim() < 2):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return turnout.attention(q, k, v, mask=mask)
+    return ops.attention(q, k, v, mask=mask)
 
 
 def _look_up(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import turnout
+from turnout import ops
 
 # Writes its result into the tensor it is given, or returns it where that is None.
 Fill = Callable[["Tensor | None"], Tensor]
@@ -26,7 +26,7 @@ def causal_conv(
     """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`; and the frames to keep for the
     next chunk. x and cache stay two tensors: nothing is concatenated, and a chunk of just as many frames becomes the next cache as it is.
     """
-    y, kept = turnout.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
+    y, kept = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
     # a view of a few frames would keep all of them alive
     return y, kept.clone() if x.shape[2] > kept.shape[2] and may_write(x) else kept
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import turnout
+from turnout import ops
 from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
 from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
@@ -32,7 +32,7 @@ START = "Rep"  # the stock model's mark: the first frame has passed, the next on
 
 def _norm(norm: Any, x: Tensor, *, silu: bool = True, out: Tensor | None = None) -> Tensor:
     bias = norm.bias if isinstance(norm.bias, Tensor) else None
-    return turnout.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize", out=out)
+    return ops.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize", out=out)
 
 
 def _padding(conv: Any) -> tuple[int, int]:
@@ -60,7 +60,7 @@ class CausalConv(Adapter):
         wide, _, high, _, before, _ = self._padding
         if not (wide or high or before) or not may_write(x, self.weight):
             with_cache = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-            return with_cache(x, cache_x) if wide or high or before else turnout.conv3d(x, self.weight, self.bias, self.stride)
+            return with_cache(x, cache_x) if wide or high or before else ops.conv3d(x, self.weight, self.bias, self.stride)
         held = 0 if cache_x is None or not before else cache_x.shape[2]
         place = None if not held else (cache_x.shape, cache_x.stride())  # pyright: ignore[reportOptionalMemberAccess]
         shape, strides = _padded_layout(x.shape, x.stride(), place, self._padding)
@@ -75,7 +75,7 @@ class CausalConv(Adapter):
         if held:
             inside[:, :, :held].copy_(cache_x)  # pyright: ignore[reportArgumentType]
         inside[:, :, held:].copy_(x)
-        return turnout.conv3d(whole, self.weight, self.bias, self.stride)
+        return ops.conv3d(whole, self.weight, self.bias, self.stride)
 
 
 @functools.lru_cache(1024)
@@ -105,7 +105,7 @@ class ResidualBlock(Adapter):
         if isinstance(feat_cache, Ring):
             return self._in_ring(x, feat_cache, feat_idx)
         shortcut = self.conv_shortcut
-        residual = x if isinstance(shortcut, nn.Identity) else turnout.conv3d(x, shortcut.weight, shortcut.bias)
+        residual = x if isinstance(shortcut, nn.Identity) else ops.conv3d(x, shortcut.weight, shortcut.bias)
         x = _remembering(self.conv1, _norm(self.norm1, x), feat_cache, feat_idx)
         x = _norm(self.norm2, x)  # what it was made of is free before the convolution needs memory
         return _remembering(self.conv2, x, feat_cache, feat_idx, residual)
@@ -147,14 +147,14 @@ class Resample(Adapter):
             return self.doubled_in_space(self.doubled_in_time(x, feat_cache, feat_idx))
         if self.mode in ("downsample2d", "downsample3d"):
             conv = self.resample[1]
-            x = as_video(turnout.conv2d(F.pad(per_frame(x), (0, 1, 0, 1)), conv.weight, conv.bias, conv.stride), x.shape[0])
+            x = as_video(ops.conv2d(F.pad(per_frame(x), (0, 1, 0, 1)), conv.weight, conv.bias, conv.stride), x.shape[0])
         if self.mode == "downsample3d" and feat_cache is not None:
             x = self._halved_in_time(x, feat_cache, feat_idx)
         return x
 
     def doubled_in_space(self: Any, x: Tensor, **unused: Any) -> Tensor:
         conv = self.resample[1]
-        return as_video(turnout.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0])
+        return as_video(ops.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0])
 
     def doubled_in_time(self: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
         if self.mode != "upsample3d" or feat_cache is None:
@@ -177,7 +177,7 @@ class Resample(Adapter):
         if before is None:
             return x
         conv = self.time_conv
-        return turnout.conv3d(torch.cat([before[:, :, -1:], x], 2), conv.weight, conv.bias, conv.stride)
+        return ops.conv3d(torch.cat([before[:, :, -1:], x], 2), conv.weight, conv.bias, conv.stride)
 
 
 class ResidualUpBlock(Adapter):

@@ -157,7 +157,7 @@ def _environment() -> tuple:
     import numpy as np
     from numba.core import config
 
-    from turnout import __version__
+    from turnout._version import __version__
 
     versions = (sys.version, np.__version__, numba.__version__, llvmlite.__version__, __version__)
     return (*versions, *(getattr(config, name, None) for name in _CONFIG))

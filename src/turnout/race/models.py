@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from turnout.race import configs
+from turnout.routing.device import is_assumed
 
 Call = Callable[[Any], Tensor]
 VOCABULARY = 1024  # of every state-space model: its head is one plain product, and the logits stay small
@@ -173,7 +174,7 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
-    generator = torch.Generator(settings.device).manual_seed(1)
+    generator = None if is_assumed() else torch.Generator(settings.device).manual_seed(1)  # a device that is here
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 

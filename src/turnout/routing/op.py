@@ -141,7 +141,7 @@ class Op:
         self.memo: dict[tuple, Callable[..., Any]] = {}
         self.opaque, self.when_compiled = _register(self)
         self.call = _written_out(self)
-        OPS[name] = self
+        OPS[name], settings.ROUTES[name] = self, self.routes
 
     def __repr__(self) -> str:
         return f"<turnout op {self.name}: {', '.join([*self.routes, REFERENCE])}>"

@@ -32,6 +32,7 @@ class Asked(Exception):
         self.call = op, args
 
 
+ROUTES: dict[str, Mapping[str, Any]] = {}  # of each op that is declared, by name
 PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions, and of the ops they may call
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
@@ -79,18 +80,16 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
     A public function pins each op it may call that has the route; an op that is itself named comes before
     that.
     """
-    from turnout.routing.op import OPS
-
     by_op: dict[str, str] = {}
     for name, route in sorted(pins.items(), key=lambda pin: pin[0] not in PINNED_TOGETHER):
         ops = PINNED_TOGETHER.get(name, (name,))
-        if not all(op in OPS for op in ops):
-            known = ", ".join(sorted({*OPS, *PINNED_TOGETHER}))
+        if not all(op in ROUTES for op in ops):
+            known = ", ".join(sorted({*ROUTES, *PINNED_TOGETHER}))
             raise ValueError(f"op {name!r} is not known; one of: {known}")
-        routes = dict.fromkeys(known for op in ops for known in (*OPS[op].routes, "reference"))
+        routes = dict.fromkeys(known for op in ops for known in (*ROUTES[op], "reference"))
         if route not in routes:
             raise ValueError(f"op {name} has no route {route!r}; one of: {', '.join(routes)}")
-        by_op.update({op: route for op in ops if route in (*OPS[op].routes, "reference")})
+        by_op.update({op: route for op in ops if route in (*ROUTES[op], "reference")})
     return by_op
 
 

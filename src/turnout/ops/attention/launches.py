@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside, strides_like_queries
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.routing.device import is_assumed
 
 LOG2E = math.log2(math.e)

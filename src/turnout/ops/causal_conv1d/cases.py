@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.ops.needs import installed

@@ -7,20 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-VECTOR_BYTES = 16  # the widest load of one thread
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n.
-
-    >>> power_of_two(1), power_of_two(5)
-    (1, 8)
-    """
-    return 1 << max(n - 1, 0).bit_length()
+from turnout.ops.integers import ceil_div
+from turnout.ops.layouts import VECTOR_BYTES
 
 
 def empty_dense(x: Tensor, last: bool) -> Tensor:

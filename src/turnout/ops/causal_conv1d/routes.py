@@ -11,7 +11,8 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
-from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.ops.causal_conv1d.launches import empty_dense
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d import routes as forward
-from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, segments, strides, vector_of
+from turnout.ops.causal_conv1d.launches import empty_dense, segments, strides, vector_of
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalConv1dBackward, work
+from turnout.ops.integers import ceil_div
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.peers import compiled, replayed
+from turnout.measure.peers import compiled, replayed
 from turnout.ops.causal_conv1d.cases import BF16, FP16, FP32, KINDS
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
 from turnout.routing.case import Case, normal, seeded, small_integers

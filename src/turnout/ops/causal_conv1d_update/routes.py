@@ -11,10 +11,11 @@ from torch import Tensor
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
-from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, empty_dense, widest
+from turnout.ops.causal_conv1d.launches import empty_dense, widest
 from turnout.ops.causal_conv1d.routes import LONGEST, WIDEST
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dUpdate, work
-from turnout.ops.layouts import array, flat
+from turnout.ops.integers import ceil_div
+from turnout.ops.layouts import VECTOR_BYTES, array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 

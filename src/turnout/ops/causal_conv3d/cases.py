@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import turnout
 from turnout.ops.causal_conv3d import with_frames_before
+from turnout.ops.conv3d import conv3d
 from turnout.ops.convolution.cases import (
     BF16,
     COGVIDEOX,
@@ -101,7 +101,7 @@ def joined_before(
     """Our convolution of one tensor in which all frames stand already."""
     before = (weight.shape[2] - 1) * dilation[0]
     whole = kept_for(input, "joined", lambda: with_frames_before(input, cache, before, pad_mode))
-    return turnout.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
+    return conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
 
 
 NOT_OURS = ("channels-last", "depth-taps")

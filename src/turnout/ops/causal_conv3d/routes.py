@@ -12,14 +12,14 @@ from torch import Tensor
 
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_before
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution import kernel_routes as kernels
-from turnout.ops.convolution.kernel_routes import clip_strides, known_output, launched, task_of
-from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
+from turnout.ops.convolution.cpu.winograd import by_winograd
+from turnout.ops.convolution.gpu import routes as kernels
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
+from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launched, task_of
+from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
 from turnout.ops.convolution.routes import IN_TORCH, WINOGRAD_KERNELS, finished
-from turnout.ops.convolution.task import Task
-from turnout.ops.convolution.winograd import by_winograd
 from turnout.routing.device import Device
 from turnout.routing.op import Config, Cost, Guard
 

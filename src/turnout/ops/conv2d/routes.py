@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from turnout.ops.conv2d import CONV2D
-from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution import routes as shared
+from turnout.ops.convolution.gpu import routes as kernels
 
 CONV2D.route("channels-last", **shared.CHANNELS_LAST)(shared.with_channels_last)
 CONV2D.route("pointwise", **shared.POINTWISE)(shared.with_matmul)

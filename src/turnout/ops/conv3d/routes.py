@@ -6,8 +6,8 @@ from torch import Tensor
 
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution import kernel_routes as kernels
 from turnout.ops.convolution import routes as shared
+from turnout.ops.convolution.gpu import routes as kernels
 from turnout.ops.convolution.layout import torch_format
 from turnout.ops.convolution.methods import by_depth_chunks, by_depth_taps
 from turnout.ops.convolution.problem import Conv3d

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from turnout.ops.convolution.cpu.winograd import AT_ONCE
 from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop, one_dnn_has_avx512
 from turnout.ops.convolution.methods import LONGEST_PART, reached
 from turnout.ops.convolution.problem import Convolution, channels_last
-from turnout.ops.convolution.winograd import AT_ONCE
 from turnout.routing.device import Device
 from turnout.routing.op import Work
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution import costs, guards
+from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.layout import FIRST, in_format, output_in, torch_format
 from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
-from turnout.ops.convolution.winograd import by_winograd
 from turnout.routing.outputs import returns_own
 
 # Torch's kernels do the work; on a GPU ours copies from one memory format to the other.
-TRANSPOSE = "turnout.ops.convolution.kernels:transpose"
-WINOGRAD_KERNELS = [f"turnout.ops.convolution.cpu_kernels:{name}" for name in ("transform_weight", "convolve")]
+TRANSPOSE = "turnout.ops.convolution.gpu.kernels:transpose"
+WINOGRAD_KERNELS = [f"turnout.ops.convolution.cpu.kernels:{name}" for name in ("transform_weight", "convolve")]
 IN_TORCH: Any = {"numerics": "close", "version": 1, "kernels": (TRANSPOSE,)}
 CHANNELS_LAST: Any = {"refuses": guards.refuses_channels_last, "cost": costs.channels_last_cost, **IN_TORCH}
 ONE_DNN: Any = {"refuses": guards.refuses_one_dnn, "cost": costs.one_dnn_cost, "numerics": "close", "version": 1}

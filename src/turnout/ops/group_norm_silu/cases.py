@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.group_norm_silu import normalised
 from turnout.ops.rms_norm_silu.cases import BF16, FIRST, FP16, FP32, LAST, make_x
 from turnout.routing.case import Case, normal, seeded, small_integers

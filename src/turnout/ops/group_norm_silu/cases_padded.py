@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.group_norm_silu import cases, cases_into, normalised
 from turnout.ops.group_norm_silu.cases import FIRST, INEXACT, LAST
 from turnout.ops.group_norm_silu.padded import MODES

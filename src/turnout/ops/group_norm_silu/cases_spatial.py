@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.group_norm_silu import cases, normalised
 from turnout.ops.group_norm_silu.cases import INEXACT, LAST
 from turnout.ops.rms_norm_silu.cases import FIRST, make_x

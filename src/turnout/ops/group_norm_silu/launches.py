@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from turnout.launch import launch
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
 from turnout.ops.group_norm_silu import MOST_AXES, Axis, axes, positions
 from turnout.ops.group_norm_silu.spatial import repeats
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.routing.device import Device
 

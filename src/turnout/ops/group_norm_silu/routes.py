@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import power_of_two
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
 from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, launch_spatial, planes_plan, rows_plan, two_launches
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape, padded_strides
 from turnout.ops.group_norm_silu.padded import work as padded_work
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.group_norm_silu.spatial import work as spatial_work
+from turnout.ops.integers import power_of_two
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 

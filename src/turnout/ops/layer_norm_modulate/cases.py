@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.layer_norm_modulate import gated, modulated
 from turnout.routing.case import Case, normal, seeded, small_integers
 

@@ -7,7 +7,7 @@ import random
 import torch
 from torch import Tensor
 
-from turnout.bench.peers import compiled
+from turnout.measure.peers import compiled
 from turnout.ops.layer_norm_modulate import cases, gated
 from turnout.ops.layer_norm_modulate.cases import BF16, FLUX, FP16, FP32, INEXACT, WAN
 from turnout.routing.case import Case, small_integers

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.integers import power_of_two
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE, LayerNormModulate, work
 from turnout.ops.layer_norm_modulate.launches import planned
 from turnout.ops.layouts import VECTOR_BYTES

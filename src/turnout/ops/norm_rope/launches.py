@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.launch import LaunchPlan
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.norm_rope.checks import table_kind
 

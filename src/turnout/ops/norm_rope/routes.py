@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
 from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
 from turnout.ops.norm_rope.checks import table_kind

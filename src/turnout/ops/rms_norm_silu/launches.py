@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from turnout.launch import LaunchPlan
-from turnout.ops.causal_conv1d.launches import ceil_div
+from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import power_of_two
+from turnout.ops.integers import power_of_two
 from turnout.ops.layouts import VECTOR_BYTES, array, flat
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
 from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
-from turnout.ops.causal_conv1d.launches import ceil_div, empty_dense, power_of_two
+from turnout.ops.causal_conv1d.launches import empty_dense
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.selective_scan import SELECTIVE_SCAN, SelectiveScan, work
 from turnout.routing.device import Device
 from turnout.routing.op import Config

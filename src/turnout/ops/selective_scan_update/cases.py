@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.bench.peers import compiled, replayed
+from turnout.measure.peers import compiled, replayed
 from turnout.ops.selective_scan.cases import BF16, FP16, FP32, MAMBA
 from turnout.ops.selective_scan_update import SELECTIVE_SCAN_UPDATE
 from turnout.routing.case import Case, normal, seeded, small_integers

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.selective_scan.routes import MOST_STATES, fewer_channels
 from turnout.ops.selective_scan_update import SELECTIVE_SCAN_UPDATE, SelectiveScanUpdate, work
 from turnout.routing.device import Device

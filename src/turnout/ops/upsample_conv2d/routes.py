@@ -12,19 +12,19 @@ from torch import Tensor
 
 from turnout.launch import descriptors as tma
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution import kernel_routes as kernels
-from turnout.ops.convolution.kernel_routes import clip_shape, clip_strides, launched, precision_of
-from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, Launch, memory, phase_filters, planned
+from turnout.ops.convolution.gpu import routes as kernels
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Launch, memory, phase_filters, planned
+from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launched, precision_of
+from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import IN_TORCH, finished
-from turnout.ops.convolution.task import Task
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-PHASE_FILTERS = "turnout.ops.convolution.kernels:phase_filters"
+PHASE_FILTERS = "turnout.ops.convolution.gpu.kernels:phase_filters"
 
 MOST = 16  # beyond it 1 / scale in float32, as torch has it, need not pick the pixel that whole numbers would
 

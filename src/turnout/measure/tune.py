@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from turnout.bench.timer import Timing, time_variants
+from turnout.measure.timer import Timing, time_variants
+from turnout.measure.verify import Trial
 from turnout.routing import versions
 from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
@@ -33,7 +34,6 @@ from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.row import Row
 from turnout.routing.store import publish
 from turnout.routing.table import Tables, forget_tables, machine_of
-from turnout.routing.verify import Trial
 
 SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
 

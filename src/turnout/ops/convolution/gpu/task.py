@@ -10,7 +10,7 @@ import torch
 
 from turnout.launch import descriptors as tma
 from turnout.ops import needs
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
+from turnout.ops.integers import ceil_div, power_of_two
 
 Triple = tuple[int, int, int]
 MOST_HELD = 9  # blocks of the weight that `narrow_out` keeps at hand

@@ -7,8 +7,8 @@ import itertools
 from math import prod
 from typing import NamedTuple
 
-from turnout.ops.causal_conv1d.launches import ceil_div, power_of_two
-from turnout.ops.convolution.task import Task
+from turnout.ops.convolution.gpu.task import Task
+from turnout.ops.integers import ceil_div, power_of_two
 
 PIXELS = 128  # of one slot: 64 for each of two warpgroups
 REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be multiplied; with more, products wait for one another

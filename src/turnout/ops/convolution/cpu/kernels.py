@@ -31,7 +31,7 @@ from turnout.ops.common_cpu_kernels import (
     vector_times,
     widened,
 )
-from turnout.ops.convolution.cpu_product_kernels import ROWS, multiply
+from turnout.ops.convolution.cpu.product_kernels import ROWS, multiply
 from turnout.ops.numba_cache import inlined, kernel
 
 CHANNELS = 8  # of a filter that are transformed together

@@ -18,16 +18,17 @@ from torch.nn.functional import pad
 
 from turnout.launch import descriptors as tma
 from turnout.ops import needs
-from turnout.ops.convolution import costs, launches, task, tiles
-from turnout.ops.convolution.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
+from turnout.ops.convolution import costs
+from turnout.ops.convolution.gpu import launches, task, tiles
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
+from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, output_in, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
-from turnout.ops.convolution.task import Task
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-_HERE = "turnout.ops.convolution"
+_HERE = "turnout.ops.convolution.gpu"
 TRANSPOSE = f"{_HERE}.kernels:transpose"
 HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
 WIDENING_HOST = HOST + 30e-6  # and padding two tensors

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from turnout.launch import descriptors as tma
-from turnout.ops.causal_conv1d.launches import VECTOR_BYTES, ceil_div, power_of_two
-from turnout.ops.convolution import tiles
+from turnout.ops.convolution.gpu import tiles
+from turnout.ops.convolution.gpu.task import Task, Triple
 from turnout.ops.convolution.layout import LAST, dense_strides
 from turnout.ops.convolution.problem import channels_last
-from turnout.ops.convolution.task import Task, Triple
-from turnout.ops.layouts import folded
+from turnout.ops.integers import ceil_div, power_of_two
+from turnout.ops.layouts import VECTOR_BYTES, folded
 from turnout.ops.needs import HALF_AND_SINGLE
 from turnout.routing.device import Device
 from turnout.routing.op import Config
@@ -43,7 +43,7 @@ def implicit_gemm(
 ) -> None:  # fmt: skip
     """A convolution as one matrix product over pixels, without a buffer for it. Any GPU, any strides."""
     from turnout.launch import launch
-    from turnout.ops.convolution.kernels import implicit_gemm as kernel
+    from turnout.ops.convolution.gpu.kernels import implicit_gemm as kernel
 
     count = out.shape[0] * prod(out.shape[2:])
     constants = {
@@ -102,7 +102,7 @@ def _launch_implicit_gemm(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
     from turnout.launch import launch
-    from turnout.ops.convolution.gluon_kernels import implicit_gemm as kernel
+    from turnout.ops.convolution.gpu.gluon_kernels import implicit_gemm as kernel
 
     tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
     launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, operands_are_kept=True)
@@ -166,7 +166,7 @@ def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block
 def prepared(weight: Tensor) -> Tensor:
     """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to TF32."""
     from turnout.launch import launch
-    from turnout.ops.convolution.gluon_kernels import round_to_tf32
+    from turnout.ops.convolution.gpu.gluon_kernels import round_to_tf32
 
     steps, dense = channels_last_steps(weight.shape, weight.stride())
     if not dense:
@@ -197,7 +197,7 @@ def narrow_out(
 ) -> None:  # fmt: skip
     """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
     from turnout.launch import launch
-    from turnout.ops.convolution.kernels import narrow_out as kernel
+    from turnout.ops.convolution.gpu.kernels import narrow_out as kernel
 
     kd, kh, kw = weight.shape[2:]
     rows, columns = min(rows, power_of_two(out.shape[3])), min(columns, max(power_of_two(out.shape[4] + kw - 1), 16))
@@ -241,7 +241,7 @@ def _launch_narrow_out(
     plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
 ) -> None:
     from turnout.launch import launch
-    from turnout.ops.convolution.gluon_narrow_kernels import narrow_out, narrow_out_rolled
+    from turnout.ops.convolution.gpu.gluon_narrow_kernels import narrow_out, narrow_out_rolled
 
     kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
@@ -376,7 +376,7 @@ def bound(
 def phase_filters(weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int) -> Tensor:
     """What `phases.phase_weights` gives, by one launch, as it lies in memory: `[scale * scale, Cout, rows, columns, Cin]`."""
     from turnout.launch import launch
-    from turnout.ops.convolution.kernels import phase_filters as kernel
+    from turnout.ops.convolution.gpu.kernels import phase_filters as kernel
 
     filters, channels, high, wide = weight.shape
     out = torch.empty((scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device)
@@ -398,7 +398,7 @@ def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:
 def transpose(x: Tensor, out: Tensor) -> bool:
     """Copy x from channels first into `out`, channels last, or the other way round. False, and nothing done, for other layouts."""
     from turnout.launch import launch
-    from turnout.ops.convolution.kernels import transpose as kernel
+    from turnout.ops.convolution.gpu.kernels import transpose as kernel
 
     steps = [one_axis(t.shape[2:], t.stride()[2:]) for t in (x, out)]
     last = x.stride(1) == 1

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.ops.causal_conv1d.launches import ceil_div
 from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
 from turnout.ops.convolution.methods import in_float32, output_frames
 from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP
+from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import array, flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
@@ -99,8 +99,8 @@ def of_finite(
 
     from turnout.ops.threads import import_uninterrupted, in_shares
 
-    import_uninterrupted("turnout.ops.convolution.cpu_kernels")
-    from turnout.ops.convolution import cpu_kernels as kernels
+    import_uninterrupted("turnout.ops.convolution.cpu.kernels")
+    from turnout.ops.convolution.cpu import kernels
 
     last, format = format != FIRST, FIRST if format == FIRST else LAST[5]
     if input.stride(1 if last else -1) != 1:

@@ -1,0 +1,241 @@
+"""What the ranks of a split model tell each other: halo rows, gathered parts, small statistics.
+
+A tensor is split along one axis, its rows or its columns, in whole multiples of the latents' rows or columns:
+at every resolution of a model the parts are where the latents' parts are. So each rank knows the sizes of all
+parts without asking. How messages travel is an engine's business (`dist`, `lockstep`, `fake`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Edge = Literal["zeros", "replicate", "reflect", "none"]  # what stands beyond the first and the last row of all
+
+AXES = {"height": -2, "width": -1}
+
+
+class Engine(Protocol):
+    """Moves tensors between ranks. Every rank makes the same calls in the same order.
+
+    >>> from turnout.parallel.lockstep import Lockstep
+    >>> Lockstep(2).run(lambda engine: engine.agree(engine.rank + 1))
+    [[1, 2], [1, 2]]
+    """
+
+    rank: int
+    ranks: int
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Send contiguous tensors to ranks, and fill contiguous tensors with what ranks send."""
+        ...
+
+    def agree(self, said: Any) -> list[Any]:
+        """What each rank says, in the order of ranks. Small, picklable, of the host."""
+        ...
+
+
+def parts_of(size: int, ranks: int) -> list[tuple[int, int]]:
+    """Where each rank's part of an axis begins and ends, as even as whole rows allow; the first are the longer.
+
+    >>> parts_of(13, 4)
+    [(0, 4), (4, 7), (7, 10), (10, 13)]
+    """
+    least, longer = divmod(size, ranks)
+    ends = [least * (rank + 1) + min(rank + 1, longer) for rank in range(ranks)]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+class Exchange:
+    """One rank's view of a split model during one call: which part it has, and how to get what others have.
+
+    axis: the dimension of `[B, C, T, H, W]` and `[B, C, H, W]` that is split, -2 (height) or -1 (width).
+    units: how many rows (columns) the latents have in all; parts are multiples of these.
+
+    >>> import torch
+    >>> from turnout.parallel.lockstep import Lockstep
+    >>> x = torch.arange(6.0).view(1, 1, 6, 1)
+    >>> def run(engine):
+    ...     exchange = Exchange(engine, axis=-2, units=3)
+    ...     return exchange.halo(exchange.own(x), 1, 1).flatten().tolist()
+    >>> Lockstep(2).run(run)
+    [[0.0, 0.0, 1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 0.0]]
+    """
+
+    def __init__(self, engine: Engine, axis: int, units: int):
+        if units < engine.ranks:
+            raise ValueError(f"{units} rows or columns of latents for {engine.ranks} ranks; each needs at least one")
+        self.engine, self.axis, self.units = engine, axis, units
+        self.rank, self.ranks = engine.rank, engine.ranks
+        self.parts = parts_of(units, engine.ranks)
+        self.sizes = [end - begin for begin, end in self.parts]
+
+    def spans(self, size: int) -> list[tuple[int, int]]:
+        """`[begin, end)` of each rank's part of an axis of this global size."""
+        times, rest = divmod(size, self.units)
+        if rest or not times:
+            raise ValueError(f"an axis of {size}, which is split in {self.units} units, needs a multiple of them")
+        return [(begin * times, end * times) for begin, end in self.parts]
+
+    def times(self, size: int) -> int | None:
+        """How many rows stand for one of the latents where this rank's part has so many; None for no whole number."""
+        times, rest = divmod(size, self.sizes[self.rank])
+        return times if times and not rest else None
+
+    def global_size(self, size: int) -> int:
+        """The size of an axis of which this rank has so many."""
+        times = self.times(size)
+        if times is None:
+            own = self.sizes[self.rank]
+            raise ValueError(f"a part of {size} rows or columns on a rank with {own} of the latents, it needs a multiple")
+        return times * self.units
+
+    def own(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """This rank's part of a whole tensor: a view."""
+        dim = self.axis if dim is None else dim
+        begin, end = self.spans(x.shape[dim])[self.rank]
+        return x.narrow(dim, begin, end - begin)
+
+    def halo(self, x: Tensor, before: int, after: int, *, edge: Edge = "zeros", dim: int | None = None) -> Tensor:
+        """This rank's part with rows (columns) of its neighbours around it, in x's memory format.
+
+        Beyond the first and the last row of all stand zeros, the row itself (`"replicate"`), those mirrored in
+        it (`"reflect"`), or nothing (`"none"`: the part is then shorter there).
+        """
+        dim = (self.axis if dim is None else dim) % x.dim()
+        first, last = self.rank == 0, self.rank == self.ranks - 1
+        above = 0 if first and edge == "none" else before
+        below = 0 if last and edge == "none" else after
+        size = x.shape[dim]
+        shape = list(x.shape)
+        shape[dim] = above + size + below
+        whole = _empty(shape, x)
+        whole.narrow(dim, above, size).copy_(x)
+        self.fill_halo(whole, above, below, before=before, after=after, edge=edge, dim=dim)
+        return whole
+
+    def fill_halo(self, whole: Tensor, above: int, below: int, *, before: int, after: int, edge: Edge, dim: int | None = None) -> None:
+        """Fill the first `above` and the last `below` rows of a tensor that holds this rank's part between them."""
+        dim = (self.axis if dim is None else dim) % whole.dim()
+        size = whole.shape[dim] - above - below
+        self._need_rows(size, max(before, after))
+        rank, last = self.rank, self.ranks - 1
+        sends, receives, places = [], [], []
+        if rank > 0 and after:
+            sends.append((rank - 1, _packed(whole.narrow(dim, above, after))))
+        if rank < last and before:
+            sends.append((rank + 1, _packed(whole.narrow(dim, above + size - before, before))))
+        if rank > 0 and before:
+            places.append((rank - 1, whole.narrow(dim, 0, before)))
+        if rank < last and after:
+            places.append((rank + 1, whole.narrow(dim, above + size, after)))
+        for other, place in places:
+            receives.append((other, _room(place)))
+        self.engine.exchange(sends, receives)
+        for (_, place), (_, got) in zip(places, receives, strict=True):
+            if got.data_ptr() != place.data_ptr():
+                place.copy_(_unpacked(got, place))
+        if rank == 0 and above:
+            _fill_edge(whole, dim, above, size, edge, first=True)
+        if rank == last and below:
+            _fill_edge(whole, dim, above, size, edge, first=False)
+
+    def _need_rows(self, size: int, rows: int) -> None:
+        times = self.times(size)
+        if times is None or min(self.sizes) * times < rows:
+            least = min(self.sizes) * (times or 0)
+            raise ValueError(f"a halo of {rows} rows or columns where the smallest part has {least}; use fewer ranks")
+
+    def all_gather(self, part: Tensor, dim: int | None = None) -> Tensor:
+        """The whole of a tensor that is split along `dim` as the latents are, in the part's memory format."""
+        dim = (self.axis if dim is None else dim) % part.dim()
+        shape = list(part.shape)
+        shape[dim] = self.global_size(part.shape[dim])
+        whole = _empty(shape, part)
+        spans = self.spans(shape[dim])
+        places = [whole.narrow(dim, begin, end - begin) for begin, end in spans]
+        places[self.rank].copy_(part)
+        packed = _packed(part)
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        receives = [(rank, _room(places[rank])) for rank in others]
+        self.engine.exchange([(rank, packed) for rank in others], receives)
+        for rank, got in receives:
+            if got.data_ptr() != places[rank].data_ptr():
+                places[rank].copy_(_unpacked(got, places[rank]))
+        return whole
+
+    def gather_first(self, part: Tensor, dim: int | None = None) -> Tensor | None:
+        """The whole of a tensor, on the first rank; None on all others."""
+        dim = (self.axis if dim is None else dim) % part.dim()
+        if self.rank > 0:
+            self.engine.exchange([(0, _packed(part))], [])
+            return None
+        shape = list(part.shape)
+        shape[dim] = self.global_size(part.shape[dim])
+        whole = _empty(shape, part)
+        places = [whole.narrow(dim, begin, end - begin) for begin, end in self.spans(shape[dim])]
+        places[0].copy_(part)
+        receives = [(rank, _room(places[rank])) for rank in range(1, self.ranks)]
+        self.engine.exchange([], receives)
+        for rank, got in receives:
+            if got.data_ptr() != places[rank].data_ptr():
+                places[rank].copy_(_unpacked(got, places[rank]))
+        return whole
+
+    def all_gather_stats(self, stats: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """A small tensor of each rank, in the order of ranks. counts: the sizes of their first dimensions, where
+        they differ."""
+        counts = [stats.shape[0] if stats.dim() else 1] * self.ranks if counts is None else list(counts)
+        stats = stats.contiguous()
+        shapes = [(count, *stats.shape[1:]) if stats.dim() else () for count in counts]
+        found = [stats if rank == self.rank else stats.new_empty(shape) for rank, shape in enumerate(shapes)]
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        self.engine.exchange([(rank, stats) for rank in others], [(rank, found[rank]) for rank in others])
+        return found
+
+
+def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for a tensor whose dimensions follow each other as those of `like` do."""
+    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    if like.dim() in (4, 5) and like.is_contiguous():
+        order = list(range(like.dim()))  # sizes of one say nothing of the order
+    strides, step = [0] * like.dim(), 1
+    for d in reversed(order):
+        strides[d] = step
+        step *= shape[d]
+    return torch.empty_strided(list(shape), strides, dtype=like.dtype, device=like.device)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """x as a contiguous tensor, channels last: no copy where it lies so. gloo takes no others."""
+    return _channels_behind(x).contiguous()
+
+
+def _room(place: Tensor) -> Tensor:
+    """A contiguous tensor for what fits into `place`: the very place if it lies so."""
+    behind = _channels_behind(place)
+    return behind if behind.is_contiguous() else torch.empty(behind.shape, dtype=place.dtype, device=place.device)
+
+
+def _channels_behind(x: Tensor) -> Tensor:
+    return x.movedim(1, -1) if x.dim() in (4, 5) else x
+
+
+def _unpacked(got: Tensor, place: Tensor) -> Tensor:
+    return got.movedim(-1, 1) if place.dim() in (4, 5) else got
+
+
+def _fill_edge(whole: Tensor, dim: int, above: int, size: int, edge: Edge, *, first: bool) -> None:
+    """The rows beyond the first or the last one of all."""
+    count = above if first else whole.shape[dim] - above - size
+    rows = whole.narrow(dim, 0 if first else above + size, count)
+    if edge == "zeros":
+        rows.zero_()
+    elif edge == "replicate":
+        rows.copy_(whole.narrow(dim, above if first else above + size - 1, 1).expand_as(rows))
+    else:
+        inside = whole.narrow(dim, above + 1 if first else above + size - 1 - count, count)
+        rows.copy_(inside.flip(dim))
