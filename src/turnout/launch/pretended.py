@@ -70,6 +70,8 @@ class Pretended(TorchFunctionMode):
             if func not in _INDEXES:
                 args, named = _replaced((args, named), is_known, twin)
             result = func(*_on_meta(func, args), **_named_on_meta(named))
+            if func in _CONVOLUTIONS:
+                result = _as_cudnn_lays_out(result, *tensors[:2])
             return first if isinstance(first, Tensor) and is_known(first) and _writes(func) else result
         if to_card:
             made = func(*_on_meta(func, args), **_named_on_meta(named))
@@ -78,6 +80,22 @@ class Pretended(TorchFunctionMode):
             return _known(func(*_on_meta(func, args, _CPU), **_named_on_meta(named, _CPU)))
         result = func(*args, **named)
         return _replaced(result, _is_plain, _known) if any(map(is_known, tensors)) else result
+
+
+def _as_cudnn_lays_out(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """The output of a convolution: channels last where its input or its weight is. torch's meta kernel asks for the
+    device to know, and knows nothing of 3d (2.13)."""
+    last = _CHANNELS_LAST.get(y.dim())
+    if last is None or not any(_suggests(t, last) for t in (x, weight)):
+        return y
+    return y.contiguous(memory_format=last)
+
+
+def _suggests(x: Tensor, last: torch.memory_format) -> bool:
+    """Whether torch takes a tensor for channels last. Where all orders are the same one, it is what the strides say."""
+    if not x.is_contiguous(memory_format=last):
+        return False
+    return not x.is_contiguous() or x.stride(1) == 1 and x.shape[1] > 1
 
 
 def is_known(x: Any) -> bool:
@@ -173,3 +191,5 @@ _READS: dict[Any, Callable[[Tensor], Any]] = {
     for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
 }
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}  # by tensors on the host too
+_CONVOLUTIONS = {torch.conv2d, torch.conv3d}
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

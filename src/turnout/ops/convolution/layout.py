@@ -11,6 +11,7 @@ from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
 from turnout.ops.needs import installed
+from turnout.routing.device import is_assumed
 from turnout.routing.fallback import functorch_level
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -28,7 +29,10 @@ def torch_format(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> torch.memory_format:
     """The format of torch's own output. It depends on which of its kernels torch would take, so torch is asked, in the way in which its
-    fake tensors ask: graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice."""
+    fake tensors ask: graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice. Of a
+    device that is assumed torch knows nothing."""
+    if is_assumed():
+        return plain_format(input, weight)
     key = (
         input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None, *stride, *padding, *dilation,
         groups, torch.backends.cudnn.enabled,
