@@ -40,6 +40,12 @@ def twin(x: Tensor) -> Tensor:
     return made.requires_grad_(x.requires_grad)
 
 
+def on_card(x: Tensor) -> Tensor:
+    """A tensor as it passes for one on the card; small ones of integers have their values there."""
+    small = _is_small(x) and not x.is_meta
+    return _known(x.detach().to(_CPU, copy=True)) if small else twin(x)
+
+
 class Pretended(TorchFunctionMode):
     """While this is entered, tensors on the meta device pass for tensors on `PRETENDED`, in this thread.
 
@@ -61,6 +67,8 @@ class Pretended(TorchFunctionMode):
             if answer is not None:
                 return answer(first)
         named = dict(kwargs or {})
+        if func is torch.device:
+            return func(*args, **named)
         tensors = list(_tensors((*args, *named.values())))
         if func is Tensor.cuda:
             func, args, named = Tensor.to, (first, PRETENDED), {}
