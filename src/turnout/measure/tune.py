@@ -33,7 +33,7 @@ from turnout.routing.op import (
 from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.row import Row
 from turnout.routing.store import publish
-from turnout.routing.table import Tables, forget_tables, machine_of
+from turnout.routing.table import Tables, forget_tables
 
 SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
 
@@ -199,7 +199,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         version={name: op.routes[name].version for name in best},
         code_hash={name: op.routes[name].code_hash for name in best},
         versions=versions.for_device(device.type),
-        machine=machine_of(device),
+        machine=device.machine,
     )
     return row, device
 

@@ -8,6 +8,7 @@ import turnout.ops.causal_conv3d.routes
 import turnout.ops.conv2d.routes
 import turnout.ops.conv3d.routes
 import turnout.ops.dot.routes
+import turnout.ops.group_norm_silu.block_routes
 import turnout.ops.group_norm_silu.routes
 import turnout.ops.inner.routes
 import turnout.ops.layer_norm_modulate.routes

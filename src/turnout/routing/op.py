@@ -10,7 +10,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from turnout.routing.table import Tables
 Numerics = Literal["exact", "close", "lossy"]
 Guard = Callable[[Any, Device], Iterable[str]]
 Cost = Callable[[Any, Device], "float | None"]
+F = TypeVar("F", bound=Callable[..., Any])
 Config = dict[str, "int | float | str | bool"]
 Bind = Callable[[Callable[..., Any], tuple, Config], "Callable[..., Any] | None"]
 
@@ -176,9 +177,10 @@ class Op:
 
         return declare
 
-    def public(self, described: Callable[..., Any]) -> Callable[..., Any]:
-        """The way of a call under the name, signature and docstring of a public function: nothing stands between the two."""
-        return functools.wraps(described)(self.call)
+    def public(self, described: F) -> F:
+        """The function that calls take, under the name, types and docstring of a public function: nothing stands
+        between the two."""
+        return cast(F, functools.wraps(described)(self.call))
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
         """The reference's positional arguments of a case; `public.lower` has those of a public call."""

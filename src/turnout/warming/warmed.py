@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from turnout.launch.ahead import Spec
 from turnout.routing import versions
-from turnout.routing.device import Device
+from turnout.routing.device import Device, with_software_here
 from turnout.warming.compiling import Compiler, can_compile, most_jobs
 from turnout.warming.planning import specs_of_call
 from turnout.warming.worker import Answer as Kernel
@@ -126,4 +126,4 @@ def card_named(name: str | Device | None) -> Device:
     card = name if isinstance(name, Device) else Device.named(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
         raise ValueError(f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; name one, h200 say")
-    return replace(card, triton=versions.minor(versions.triton()))
+    return with_software_here(card)

@@ -52,7 +52,7 @@ def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     each = 2e-9 * problem.state_length + 1e-9 * problem.width * max(problem.length, 1)
-    return 250e-6 + problem.batch * problem.dim * each * 2 / min(device.units, torch.get_num_threads())
+    return 250e-6 + problem.batch * problem.dim * each * 2 / device.cores
 
 
 def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
-from turnout.ops.needs import installed
 from turnout.routing.device import is_assumed
 from turnout.routing.fallback import functorch_level
+from turnout.routing.machine import has_package
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 FIRST = torch.contiguous_format
@@ -78,7 +78,7 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
     strides = known_strides(x.shape, format)
     if x.stride() == strides:
         return x
-    if x.device.type != "cuda" or x.is_contiguous(memory_format=format) or not installed("triton"):
+    if x.device.type != "cuda" or x.is_contiguous(memory_format=format) or not has_package("triton"):
         return in_format(x, format)
     from turnout.ops.convolution.gpu.launches import transpose
 

@@ -88,6 +88,34 @@ def padded_strides(shape: Sequence[int], rows: bool) -> tuple[int, ...]:
     return tuple(strides)
 
 
+def inside_of(y: Tensor, padding: Sequence[int]) -> Tensor:
+    """The inside of a tensor with a border: a view."""
+    for i, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
+        y = y.narrow(-1 - i, before, y.shape[-1 - i] - before - after)
+    return y
+
+
+def fill_border(y: Tensor, padding: Sequence[int], mode: str) -> None:
+    """Fill the border of a tensor whose inside is there, as `torch.nn.functional.pad` does.
+
+    >>> import torch
+    >>> y = torch.tensor([[[0.0, 0, 1, 2, 3, 0]]])
+    >>> fill_border(y, (2, 1), "reflect")
+    >>> y
+    tensor([[[3., 2., 1., 2., 3., 2.]]])
+    """
+    for i, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
+        dim, last = y.dim() - 1 - i, y.shape[-1 - i] - after - 1
+        # Dimensions before this one are filled later, from all of this one.
+        rows = inside_of(y, [*[0] * (2 * i + 2), *padding[2 * i + 2 :]])
+        for place in (*range(before), *range(last + 1, last + 1 + after)):
+            if mode == "constant":
+                rows.select(dim, place).zero_()
+                continue
+            edge = before if place < before else last
+            rows.select(dim, place).copy_(rows.select(dim, 2 * edge - place if mode == "reflect" else edge))
+
+
 def check_padded(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, padding: Sequence[int], mode: str) -> None:
     """Raise where shapes, dtypes, devices or the border do not fit together. Looks at no values."""
     check(x, groups, weight, bias, None)

@@ -125,7 +125,7 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     each = 0.8e-9 + (1e-9 if len(problem.table_shape) == 4 and problem.table_shape[2] > 1 else 0)
-    return 70e-6 * len(problem.strides) + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
+    return 70e-6 * len(problem.strides) + problem.elements * each * 2 / device.cores
 
 
 @NORM_ROPE.route(

@@ -172,7 +172,7 @@ def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    return 70e-6 + problem.elements * 0.7e-9 * 2 / min(device.units, torch.get_num_threads())
+    return 70e-6 + problem.elements * 0.7e-9 * 2 / device.cores
 
 
 def on_cpu(

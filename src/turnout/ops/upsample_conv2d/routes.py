@@ -47,7 +47,7 @@ def refuses_even_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str
     at_once = problem.small.weight[1] * prod(axis.length for axis in axes_of(problem))
     if prod(problem.small.weight[2:]) == 1:
         yield from guards.needs_sums_as_exact(problem.large, device, at_once, 16)
-    elif problem.small.channels_last or not guards.one_dnn_has_avx512():
+    elif problem.small.channels_last or not device.has_avx512:
         yield from guards.needs_sums_as_exact(problem.large, device, at_once)
     for size, kernel, padding, axis in zip(
         problem.large.output[2:], problem.small.weight[2:], problem.small.padding, axes_of(problem), strict=True

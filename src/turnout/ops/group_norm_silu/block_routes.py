@@ -1,0 +1,96 @@
+"""Routes of the group norms whose sums are those of blocks, so that a picture in parts has the same bits as one in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from turnout.ops import needs
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, LARGE_ON_CPU, MOST_AXES, GroupNormSilu
+from turnout.ops.group_norm_silu.blocks import block_sums, grain, moments_of, normalise, normalise_scaled, rows_and_columns
+from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, fill_border, inside_of, padded_shape, padded_strides
+from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
+from turnout.ops.layouts import folded
+from turnout.routing.device import Device
+
+NAME = "cpu-block-sums"
+
+
+def refuses_anywhere(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
+    yield from needs.needs_numba(device)
+    if problem.elements == 0:
+        yield "nothing to normalise, this route needs at least one element"
+    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
+    if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=False)):
+        yield "an output whose elements share memory, this route needs one place for each"
+    sizes, _ = folded(problem.shape[2:], problem.strides[2:], problem.out_strides[2:])
+    if len(sizes) > MOST_AXES:
+        yield f"positions in {len(sizes)} dimensions that do not fold, this route needs at most {MOST_AXES}"
+
+
+def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
+    yield from refuses_anywhere(problem, device)
+    yield from needs.needs_half_or_single(scale=problem.scale_dtype, shift=problem.shift_dtype)
+    if problem.shape[1] > 1 and (problem.strides[1], problem.out_strides[1]) != (1, 1):
+        yield f"x with strides {list(problem.strides)}, this route needs channels side by side"
+
+
+def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> float | None:
+    """Measured on one core, see NOTES.md: an element, a channel of a block, the host."""
+    if device.type != "cpu":
+        return None
+    rows = problem.strides[1] == 1
+    blocks = prod([-(-size // grain(size)) for size in rows_and_columns(problem.shape)])
+    sums = problem.elements * (0.3e-9 if rows else 0.45e-9)
+    reduced = problem.shape[0] * problem.shape[1] * blocks * (0.6e-9 if rows else 1.7e-9)
+    large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
+    written = problem.elements * (0.25e-9 + (0.5e-9 * problem.dtype.itemsize if large else 0))
+    return 45e-6 + (sums + reduced + written) / device.cores
+
+
+ON_CPU: Any = {
+    "cost": cost, "numerics": "close", "version": 1,
+    "kernels": [
+        f"turnout.ops.group_norm_silu.cpu_kernels:{name}"
+        for name in ("row_sums", "line_sums", "combine", "apply_rows", "apply_lines", "apply_spatial")
+    ],
+}  # fmt: skip
+
+
+def moments(x: Tensor, groups: int, eps: float) -> Tensor:
+    """Those of a picture in one piece, `[B, 3, groups]`."""
+    return moments_of(block_sums(x, groups), prod(x.shape[1:]) // groups, eps)
+
+
+@GROUP_NORM_SILU.route(NAME, refuses=refuses_anywhere, **ON_CPU)
+def in_blocks(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+    return normalise(x, moments(x, groups, eps), weight, bias, silu=silu)
+
+
+# All of x is read for the sums before the first value is written, and then each value before its own place is.
+@GROUP_NORM_SILU_INTO.route(NAME, refuses=refuses_anywhere, in_place=("x",), **ON_CPU)
+def in_blocks_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+    normalise(x, moments(x, groups, eps), weight, bias, silu=silu, out=out)
+
+
+@GROUP_NORM_SILU_PAD.route(NAME, refuses=refuses_anywhere, **ON_CPU)
+def in_blocks_padded(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+) -> Tensor:
+    shape = padded_shape(x.shape, padding)
+    out = torch.empty_strided(shape, padded_strides(shape, x.stride(1) == 1 and x.shape[1] > 1), dtype=x.dtype, device=x.device)
+    normalise(x, moments(x, groups, eps), weight, bias, silu=silu, out=inside_of(out, padding))
+    fill_border(out, padding, mode)
+    return out
+
+
+@SPATIAL_NORM_SILU.route(NAME, refuses=refuses_spatial, **ON_CPU)
+def in_blocks_scaled(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    first_apart: bool,
+) -> Tensor:  # fmt: skip
+    return normalise_scaled(x, moments(x, groups, eps), weight, bias, scale, shift, silu=silu, first_apart=first_apart)
