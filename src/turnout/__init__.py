@@ -34,6 +34,7 @@ from turnout.ops import (
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
+from turnout.warming.warmed import warm
 
 __all__ = [
     "Refused",
@@ -68,4 +69,5 @@ __all__ = [
     "spatial_norm_silu",
     "tune",
     "upsample_conv2d",
+    "warm",
 ]

@@ -16,19 +16,20 @@ from torch.overrides import TorchFunctionMode
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
+ANSWERS = {
+    Tensor.device.__get__: CARD,
+    Tensor.is_cuda.__get__: True,
+    Tensor.is_cpu.__get__: False,
+    Tensor.get_device: 0,
+}
+
+
 class OnTheHost(TorchFunctionMode):
     """Every tensor says it is on the card, and is in the host's memory."""
 
-    answers = {
-        Tensor.device.__get__: CARD,
-        Tensor.is_cuda.__get__: True,
-        Tensor.is_cpu.__get__: False,
-        Tensor.get_device: 0,
-    }
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.answers:
-            return self.answers[func]
+        if func in ANSWERS:
+            return ANSWERS[func]
         if func is torch.device:
             return func(*args, **(kwargs or {}))
         named = {name: CPU if self.is_card(x) else x for name, x in (kwargs or {}).items()}

@@ -30,7 +30,7 @@ def planned(name):
     return specs_of(launches)
 
 
-def on_the_stand_in(libcuda):
+def on_the_stand_in(libcuda):  # noqa: F811
     """The first calls on a card that a stand-in driver pretends: what each compiles, and what it finds."""
     found = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "OMP_NUM_THREADS": "1"}
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -57,9 +57,7 @@ class Pretended(TorchFunctionMode):
     ('cuda', True, torch.Size([4]), [0, 1, 2])
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         first = args[0] if args else None
         if isinstance(first, Tensor):
             answer = _PLACES.get(func) if first.is_meta or is_known(first) else None
@@ -103,7 +101,7 @@ def _suggests(x: Tensor, last: torch.memory_format) -> bool:
     """Whether torch takes a tensor for channels last. Where all orders are the same one, it is what the strides say."""
     if not x.is_contiguous(memory_format=last):
         return False
-    return not x.is_contiguous() or x.stride(1) == 1 and x.shape[1] > 1
+    return not x.is_contiguous() or (x.stride(1) == 1 and x.shape[1] > 1)
 
 
 def is_known(x: Any) -> bool:
@@ -186,11 +184,15 @@ def _no_values(name: str) -> Callable[[Tensor], Any]:
     return stop
 
 
-# Getters of attributes are compared by what they get.
+def _getter(name: str) -> Any:
+    """What torch hands to a mode where an attribute is looked up."""
+    return vars(torch._C.TensorBase)[name].__get__  # pyright: ignore[reportAttributeAccessIssue]
+
+
 _PLACES: dict[Any, Callable[[Tensor], Any]] = {
-    Tensor.device.__get__: lambda x: PRETENDED,
-    Tensor.is_cuda.__get__: lambda x: True,
-    Tensor.is_cpu.__get__: lambda x: False,
+    _getter("device"): lambda x: PRETENDED,
+    _getter("is_cuda"): lambda x: True,
+    _getter("is_cpu"): lambda x: False,
     Tensor.get_device: lambda x: PRETENDED.index,
     Tensor.data_ptr: _address,
 }

@@ -207,6 +207,17 @@ def _ratios(model: Any) -> tuple[int, int]:
     )
 
 
+def check_size(name: str, racer: Racer, model: Any, numbers: tuple[int, ...]) -> None:
+    """Raise ValueError where a VAE has no latents for a picture of this size."""
+    if racer.part != "vae":
+        return
+    space, _ = _ratios(model)
+    odd = [n for axis, n in zip(racer.axes.strip("()").split(" x "), numbers, strict=True) if axis in IMAGE and n % space]
+    if odd:
+        shown = " x ".join(map(str, numbers))
+        raise ValueError(f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, the pixels a side of one latent")
+
+
 def _decode(axes: Sequence[str], video: bool) -> MakeCall:
     """Decode random latents, `[B, C, H, W]`, of a video's VAE `[B, C, T, H, W]`."""
 

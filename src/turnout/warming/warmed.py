@@ -79,9 +79,7 @@ def warm(
     'NVIDIA H200'
     """
     begun = time.perf_counter()
-    card, jobs = card_named(device), most_jobs() if jobs is None else jobs
-    if jobs < 1:
-        raise ValueError(f"jobs is {jobs}, one process at least has to compile")
+    card, jobs = card_named(device), check_jobs(most_jobs() if jobs is None else jobs)
 
     def prepare(model: nn.Module) -> None:
         if dtype is not None:
@@ -111,6 +109,13 @@ def compile_specs(
     return Warmed(card.name, tuple(kernels), jobs, time.perf_counter() - begun)
 
 
+def check_jobs(jobs: int) -> int:
+    """A number of processes. Raises ValueError for none."""
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}, one process at least has to compile")
+    return jobs
+
+
 def card_named(name: str | Device | None) -> Device:
     """The card to compile for, with the Triton that is installed. Raises ValueError where there is none."""
     if versions.triton() is None:
@@ -121,7 +126,7 @@ def card_named(name: str | Device | None) -> Device:
         raise ValueError("this Python is part of another program and cannot start a process that compiles")
     if name is None:
         if not torch.cuda.is_available():
-            raise ValueError('no GPU is here; name the card to compile for: device="h200", say')
+            raise ValueError("no GPU is here; name the card to compile for, device h200 say")
         name = Device.of("cuda")
     card = name if isinstance(name, Device) else Device.named(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
