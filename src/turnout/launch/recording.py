@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
+from turnout.launch import launcher
+from turnout.launch.launcher import Launch
 from turnout.routing.device import Device, assumed
-
-
-class Launch(NamedTuple):
-    """One launch, as `launch` is asked for it."""
-
-    kernel: Any
-    programs: int
-    tensors: tuple[Any, ...]
-    numbers: tuple
-    constants: Mapping[str, Any]
-    warps: int
-    options: Mapping[str, Any]
-
-
-# Where the launches of this thread go instead of to a card.
-recording: ContextVar[list[Launch] | None] = ContextVar("turnout_recording", default=None)
 
 
 @contextlib.contextmanager
@@ -41,9 +25,9 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     [('dot_chunks', 1056)]
     """
     launches: list[Launch] = []
-    token = recording.set(launches)
+    token = launcher.recording.set(launches)
     try:
         with assumed(device):
             yield launches
     finally:
-        recording.reset(token)
+        launcher.recording.reset(token)
