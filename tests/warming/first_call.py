@@ -65,7 +65,7 @@ def main():
     from tests.warming.things import CALLS
     from turnout.race import models
 
-    models.is_assumed = lambda: True  # its inputs are drawn without a generator on the card
+    models.is_planning = lambda: True  # its inputs are drawn without a generator on the card
     driver.set_active(CudaDriver())
     seen = []
     knobs.compilation.listener = lambda src, cache_hit, **more: seen.append(cache_hit)

@@ -27,7 +27,7 @@ from turnout import ops
 from turnout.launch.pretended import Pretended
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
 from turnout.routing import choose, settings
-from turnout.routing.device import Device, is_assumed
+from turnout.routing.device import Device, is_planning
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, autocasts, blocked, tracing_state
 from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
 
@@ -248,7 +248,7 @@ def _all_backends_allowed() -> bool:
 
 
 def _remember(key: tuple, choice: Any) -> Any:
-    if is_assumed():
+    if is_planning():
         return choice
     _cache[key] = choice
     _keys.append(key)

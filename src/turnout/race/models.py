@@ -16,7 +16,7 @@ from torch import Tensor
 
 from turnout.models.accelerate import accelerate
 from turnout.race import configs
-from turnout.routing.device import is_assumed
+from turnout.routing.device import is_planning
 from turnout.routing.names import not_known
 
 Call = Callable[[Any], Tensor]
@@ -182,7 +182,7 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
-    generator = None if is_assumed() else torch.Generator(settings.device).manual_seed(1)  # a device that is here
+    generator = None if is_planning() else torch.Generator(settings.device).manual_seed(1)  # a device that is here
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 

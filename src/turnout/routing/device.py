@@ -166,6 +166,7 @@ class Device:
 
 _seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
 _assumed: ContextVar[Device | None] = ContextVar("turnout_assumed_device", default=None)
+_planning: ContextVar[bool] = ContextVar("turnout_planning", default=False)
 
 
 @contextlib.contextmanager
@@ -182,9 +183,19 @@ def assumed(device: Device) -> Iterator[None]:
         _assumed.reset(token)
 
 
-def is_assumed() -> bool:
-    """Whether a device is assumed in this thread: calls are planned, and nothing of them is to be remembered."""
-    return _assumed.get() is not None
+@contextlib.contextmanager
+def planning_calls() -> Iterator[None]:
+    """While this is entered, calls in this thread are only planned: tensors have no memory, nothing is remembered."""
+    token = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether calls in this thread are only planned."""
+    return _planning.get()
 
 
 def _letters(name: str) -> str:

@@ -20,7 +20,7 @@ from turnout.routing import failures, settings, writing
 from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
-from turnout.routing.device import Device, is_assumed
+from turnout.routing.device import Device, is_planning
 from turnout.routing.fallback import (
     AUTOCAST_ON,
     Blocked,
@@ -231,7 +231,7 @@ class Op:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same key
         clearings = _clearings
         run = self._chosen(args)
-        if is_assumed():
+        if is_planning():
             return run(*args)
         with _cache_lock:
             if clearings == _clearings:
@@ -246,7 +246,7 @@ class Op:
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
             return self._under_autocast
-        if is_assumed():
+        if is_planning():
             return self._planned(args)
         for watch in _watchers:
             watch(self, args)
@@ -265,8 +265,8 @@ class Op:
         return run if next_try is None else self._until(next_try, run)
 
     def _planned(self, args: tuple) -> Callable[..., Any]:
-        """What runs where a device is assumed: the route that would be taken there, bound to nothing. Who is asked
-        in every call of such a route was asked when the call settled: nothing of it is remembered."""
+        """What runs while calls are only planned: the route that would be taken, as nothing has been worked out for
+        it. What is asked at each call of a route was asked when this one was dispatched: nothing is cached."""
         if self.autocast == "reference" and autocasting():
             return self.plain
         verdict = self.verdict(self.key(args))

@@ -18,7 +18,7 @@ from turnout.launch.pretended import NeedsValuesError, Pretended, on_card
 from turnout.launch.recording import Launch, recorded
 from turnout.models import accelerate
 from turnout.models.patch import patched
-from turnout.routing.device import Device
+from turnout.routing.device import Device, planning_calls
 from turnout.routing.fallback import PLAIN_TENSORS
 
 Prepare = Callable[[nn.Module], object]
@@ -36,6 +36,7 @@ def planning(device: Device) -> Iterator[list[Launch]]:
             entered.enter_context(mock.patch.object(torch.cuda, "get_device_capability", capability))
         entered.enter_context(Pretended())
         launches = entered.enter_context(recorded(device))
+        entered.enter_context(planning_calls())
         try:
             yield launches
         except NotImplementedError as failure:  # of torch's meta kernels: the result's size is in the values

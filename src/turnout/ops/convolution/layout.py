@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
-from turnout.routing.device import is_assumed
+from turnout.routing.device import is_planning
 from turnout.routing.fallback import functorch_level
 from turnout.routing.machine import has_package
 from turnout.routing.prepared import kept, worked_out_once
@@ -30,7 +30,7 @@ def torch_format(
     graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice. Of a device that is
     assumed torch knows nothing.
     """
-    if is_assumed():
+    if is_planning():
         return plain_format(input, weight)
     key = (
         torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
