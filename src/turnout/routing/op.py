@@ -60,6 +60,8 @@ class Route:
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an argument.
+    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the whole's, bit
+    for bit; None where that is not known.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Route:
     kernels: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     fails_before_writing: bool = False
+    grain: int | None = None
 
     @functools.cached_property
     def code_hash(self) -> str:
@@ -150,6 +153,7 @@ class Op:
         self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
         configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), bound: Bind | None = None,
         kernels: Sequence[str] = (), in_place: Sequence[str] = (), fails_before_writing: bool = False,
+        grain: int | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
         """Declare a route: see CONTRIBUTING, "Add a route". `bound(run, args, config)` may give what runs a call like that one (the same
         shapes, strides, dtypes, devices and plain arguments) at less host time than `run`; None where it cannot."""
@@ -170,7 +174,18 @@ class Op:
             if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
                 raise TypeError(f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read")
             self.routes[name] = Route(
-                name, run, refuses, cost, numerics, version, configs, bound, tuple(kernels), tuple(in_place), fails_before_writing
+                name,
+                run,
+                refuses,
+                cost,
+                numerics,
+                version,
+                configs,
+                bound,
+                tuple(kernels),
+                tuple(in_place),
+                fails_before_writing,
+                grain,
             )
             return run
 
@@ -204,8 +219,14 @@ class Op:
 
     def settle(self, facts: tuple | None, *args: Any) -> Any:
         """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if isinstance(settings.entered.get(), settings.Asking):
+        now = settings.entered.get()
+        if isinstance(now, settings.Asking):
             raise settings.Asked(self, args)
+        if isinstance(now, settings.Split):
+            run = now.plan(self, args)
+            if facts is not None:
+                self._remember(facts, run)
+            return run(*args)
         if facts is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
@@ -213,13 +234,17 @@ class Op:
             return self._reference_run(args)(*args)
         if blocked(args, False) is not None:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same facts
-        run = self.memo[facts] = self._chosen(args)
+        run = self._chosen(args)
+        self._remember(facts, run)
+        return run(*args)
+
+    def _remember(self, facts: tuple, run: Callable[..., Any]) -> None:
+        self.memo[facts] = run
         _remembered.append((self.memo, facts))
         if len(_remembered) > _MOST_REMEMBERED:
             with contextlib.suppress(IndexError):  # another thread may have forgotten them all
                 memo, oldest = _remembered.popleft()
                 memo.pop(oldest, None)
-        return run(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
