@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
@@ -31,6 +31,29 @@ def explain(
     return known.explain(arguments, Device.named(device) if isinstance(device, str) else device)
 
 
+def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> None:
+    """Raise ValueError, in torch's words, where a call's shapes do not fit each other. All tensors are on the
+    meta device, so nothing is computed.
+
+    >>> import torch
+    >>> a, b = torch.empty(3, device="meta"), torch.empty(4, device="meta")
+    >>> check_shapes("dot", a, b)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    ValueError: dot: inconsistent tensor size, expected tensor [3] and src [4] ...
+    """
+    known, arguments = lower(op, *args, **kwargs)
+    try:
+        known.reference(*arguments)
+    except (RuntimeError, ValueError, IndexError) as mistake:
+        name = op if isinstance(op, str) else getattr(op, "__name__", known.name)
+        raise ValueError(f"{name}: {' '.join(str(mistake).split())}") from mistake
+
+
+@overload
+def routes(op: None = None) -> dict[str, list[str]]: ...
+@overload
+def routes(op: str | Callable[..., Any] | Op) -> list[Route]: ...
 def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[str]] | list[Route]:
     """The routes of an op, in the order they were declared; without an op, the names of all ops and of their routes.
 

@@ -18,7 +18,7 @@ from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
 from turnout.routing.row import brief, printable
 from turnout.routing.store import folder
-from turnout.routing.table import Table, Tables, machine_of, stale_routes
+from turnout.routing.table import Table, Tables, stale_routes
 
 _SMALL_CASES = 4  # cases come small ones first; a check that takes a minute is no check
 _PACKAGES = ("torch", "numba", "diffusers", "transformers", "flash_attn", "causal_conv1d")
@@ -30,6 +30,11 @@ class Check(NamedTuple):
     what: str
     state: str
     note: str
+
+
+def findings() -> list[Check]:
+    """Everything that is checked, in the order in which it is told."""
+    return [*compilers(), *known_bad(), *tables(), *shipped_tables(), *routes()]
 
 
 def environment() -> dict[str, Any]:
@@ -135,7 +140,7 @@ def _table_check(what: str, counts: str, known: list[Table]) -> Check:
         stale_rows += bool(names)
     rows = [(row, table) for table in known for row in table.rows]
     unknown = Counter(row.op for row, _ in rows if row.op not in OPS)
-    elsewhere = Counter(_machine(row.machine) for row, table in rows if dict(row.machine) != machine_of(table.device))
+    elsewhere = Counter(_machine(row.machine) for row, table in rows if dict(row.machine) != table.device.machine)
     unusable = Counter({op.name: sum(table.unusable(op) for table in known) for op in OPS.values()})
     notes = [counts]
     if unknown:

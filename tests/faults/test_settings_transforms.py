@@ -29,7 +29,7 @@ from tests.faults.public_calls import (
 )
 from turnout.ops.attention import padding
 from turnout.ops.causal_conv1d import checks
-from turnout.ops.convolution import guards
+from turnout.routing import machine
 from turnout.routing.op import forget_choices
 from turnout.routing.precision import get_precision, strict_float32
 
@@ -102,7 +102,7 @@ def test_float32_is_multiplied_as_torch_is_told_in_whatever_order(seed, precisio
     x, weights = torch.randn(2, 32, 9, 9), [torch.randn(32, 32, k, k) for k in (1, 3)]
     truths = [F.conv2d(x.double(), w.double()) for w in weights]
     forget_choices()
-    guards.loop_adds_carefully.cache_clear()
+    machine.loop_adds_carefully.cache_clear()
     for _ in range(12):
         draw.choice(SETTINGS)()
         for w, truth in zip(weights, truths, strict=True):

@@ -30,7 +30,7 @@ from turnout.routing.device import Device
 from turnout.routing.op import forget_choices
 from turnout.routing.row import Row
 from turnout.routing.store import export, folder, publish
-from turnout.routing.table import Tables, forget_tables, machine_of
+from turnout.routing.table import Tables, forget_tables
 from turnout.routing.versions import for_device
 
 MUTATED = int(os.environ.get("TURNOUT_MUTATED", "2000"))
@@ -53,7 +53,7 @@ def measured():
             us={"reference": 10.0, route.name: 1.0}, error={"reference": 0.0},
             config={route.name: dict(route.configs(problem, CPU)[0])},
             version={route.name: route.version}, code_hash={route.name: route.code_hash},
-            versions=for_device("cpu"), machine=machine_of(CPU),
+            versions=for_device("cpu"), machine=Device.of("cpu").machine,
         )  # fmt: skip
         rows.append((op, args, made))
     return rows
@@ -419,7 +419,7 @@ def test_a_remembered_call_is_chosen_for_again_with_another_number_of_threads(mo
     monkeypatch.setattr(DOT, "verdict", lambda *args: verdicts.append(choose(*args)) or verdicts[-1])
     for threads, fast in ((2, "cpu-chunks"), (1, "reference")):
         torch.set_num_threads(threads)
-        publish(row(fast=fast), CPU)
+        publish(row(fast=fast), Device.of("cpu"))
     forget_tables()
     forget_choices()
     for threads in (2, 2, 1, 1, 2):

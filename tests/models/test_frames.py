@@ -1,14 +1,10 @@
 """Large frames go one by one through a decoder, in less memory, and are the same frames."""
 
-import functools
-
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import turnout
+from tests.models.memory import Peak
 from tests.models.zoo import made, random
 from turnout.models import DecodeStream, frames
 from turnout.models.frames import Ring, convolve_ahead
@@ -136,37 +132,9 @@ def test_ring_may_leave_inference_mode(all_large):
         assert torch.equal(torch.cat(parts, 2), expected)
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes of new tensors that live at once. Our ops count as one step each: on a CPU, and under a mode, torch's own code stands
-    in for kernels that need no memory beside their result."""
-
-    def __init__(self, model, monkeypatch):
-        super().__init__()
-        self.living, self.most, self.inside = {}, 0, 0
-        self.weights = {x.untyped_storage()._cdata for x in model.parameters()}
-        for name in ("conv3d", "causal_conv3d", "rms_norm_silu", "upsample_conv2d"):
-            monkeypatch.setattr(turnout.ops, name, functools.partial(self.step, getattr(turnout, name)))
-
-    def step(self, op, *args, **kwargs):
-        self.inside += 1
-        found = op(*args, **kwargs)
-        self.inside -= 1
-        return self.counted(found)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return self.counted(func(*args, **(kwargs or {})))
-
-    def counted(self, found):
-        if not self.inside:
-            for x in tree_leaves(found):
-                if isinstance(x, torch.Tensor):
-                    storage = x.untyped_storage()
-                    if storage._cdata in self.weights or 3 in x.shape[-2:]:
-                        continue  # weights in another order, too: small beside frames, but not beside such small ones
-                    self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-            self.living = {key: (ref, size) for key, (ref, size) in self.living.items() if not ref.expired()}
-            self.most = max(self.most, sum(size for _, size in self.living.values()))
-        return found
+def is_frames(x):
+    """Weights in another order are small beside frames, but not beside such small ones."""
+    return 3 not in x.shape[-2:]
 
 
 @torch.no_grad()
@@ -181,7 +149,7 @@ def test_memory(monkeypatch):
     for way, large in (("stock", frame), ("two by two", 2**40), ("one by one", frame)):
         if way != "stock":
             turnout.accelerate(model)
-        with monkeypatch.context() as patch, Peak(model, patch) as peak:
+        with monkeypatch.context() as patch, Peak(model, patch, is_frames) as peak:
             patch.setitem(frames.LARGE, "cpu", large)  # the last size only
             model.decode(z)
         peaks[way] = peak.most / (frame * 32 * 2)  # in frames of that size
@@ -206,7 +174,7 @@ def test_memory_of_a_stream(way, monkeypatch):
     monkeypatch.setitem(frames.LARGE, "cpu", 2**40 if way == "two by two" else 32 * 48)
     peaks = {}
     for latents in (1, 4):
-        with monkeypatch.context() as patch, Peak(model, patch) as peak:
+        with monkeypatch.context() as patch, Peak(model, patch, is_frames) as peak:
             stream = DecodeStream(model)
             for part in z.split(latents, 2):
                 stream.decode(part)

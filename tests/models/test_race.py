@@ -2,31 +2,31 @@
 
 import html.parser
 import importlib
+import io
 import json
 import math
 import os
 import random
 import re
-import struct
 import sys
-import zlib
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
+from PIL import Image
 from typer.testing import CliRunner
 
 import turnout
 from turnout import cli
 from turnout.bench.sweep import commit
+from turnout.bench.writable import check_file
 from turnout.cli import app
 from turnout.models.accelerate import Entry, Report
 from turnout.models.patch import patched
-from turnout.race import many, page, pictures
+from turnout.race import many, page, perfetto, pictures
 from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of, launched_in, traced, without_profiler_lines
-from turnout.race.looks import LOOKS, STYLE
+from turnout.race.looks import LOOKS
 from turnout.race.models import RACERS
 from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, _Contestant, compare, race
 
@@ -337,7 +337,7 @@ def test_bars_cannot_contradict_the_headline():
         lane = made_up.lanes[name]
         lane.ms = ms
         lane.trace = Trace([Kernel("conv", 0.0, 3.0), Kernel("Memcpy", 3.0, 1.0 if name == STOCK else 500.0)])
-    read = Reader(page._bars(made_up, "op"))
+    read = Reader(page.page(made_up))
     ends: list[float] = []
     for rect in read.all("rect"):
         if float(rect["x"]) == 0:
@@ -363,7 +363,7 @@ def test_every_kind_has_a_look_that_stands_out():
         return sum(share * ((x + 0.055) / 1.055) ** 2.4 for share, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
 
     assert set(LOOKS) == {*KINDS, "other"}
-    grounds = re.findall(r"--card: (#\w+)", STYLE)
+    grounds = re.findall(r"--card: (#\w+)", page.page(gpu_race(1)))
     assert len(grounds) == 2
     for kind, look in LOOKS.items():
         for ground in grounds:
@@ -402,11 +402,51 @@ def test_a_model_that_does_not_run_in_float32_still_races(monkeypatch):
 
 def test_picture_holds_what_was_put_in():
     picture = torch.randint(256, (3, 5, 3), dtype=torch.uint8)
-    data = pictures.png(picture)
-    assert struct.unpack(">II", data[16:24]) == (5, 3)
-    start = data.index(b"IDAT") + 4
-    rows = zlib.decompress(data[start : start + struct.unpack(">I", data[start - 8 : start - 4])[0]])
-    assert rows == b"".join(b"\0" + bytes(row.flatten().tolist()) for row in picture)
+    with Image.open(io.BytesIO(pictures.png(picture))) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (5, 3))
+        assert list(image.tobytes()) == picture.flatten().tolist()
+
+
+def test_names_and_reasons_are_text_on_the_page():
+    """The template escapes what it is given: a reason may have any sign in it."""
+    made_up = gpu_race(1)
+    made_up.lanes[COMPILED].failed = "<script>alert(1)</script> & [bold]"
+    text = page.page(made_up)
+    assert "&lt;escape &amp; me&gt;" in text
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; [bold]" in text
+
+
+def test_trace_for_perfetto(tmp_path):
+    made_up = gpu_race(1)
+    perfetto.write(made_up, tmp_path / "trace.json")
+    content = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["pid"]: event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M"}
+    assert list(names.values()) == [f"wan-vae, {lane}" for lane in made_up.lanes]
+    for process, lane in enumerate(made_up.lanes.values()):
+        kernels = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == process]
+        assert [event["name"] for event in kernels] == [kernel.name for kernel in lane.trace.kernels]
+        assert kernels[0]["ts"] == 0
+        assert sum(event["dur"] for event in kernels) == pytest.approx(1e3 * lane.trace.busy, rel=1e-3)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "PIL"])
+def test_a_report_without_its_packages_is_refused_before_the_race(monkeypatch, tmp_path, package):
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    monkeypatch.setattr(many, "race", lambda *args, **options: pytest.fail("it raced"))
+    words = ["race", "flux-vae", "--size", "tiny", "--device", "cpu", "--report", str(tmp_path / "race.html")]
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 2
+    assert "pip install 'turnout[race]'" in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "race.html").exists()
+
+
+def test_a_race_needs_neither_jinja2_nor_pillow(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    run = CliRunner().invoke(app, ["race", "flux-vae", "--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0"])
+    assert run.exit_code == 0, run.output
 
 
 def test_frames_are_bytes():
@@ -585,25 +625,24 @@ def said(monkeypatch, capsys):
         assert "Traceback" not in captured.err + captured.out
         return lines[-1]
 
-    monkeypatch.setattr(cli, "errors", Console(stderr=True, soft_wrap=True))
     return told
 
 
 def test_unknown_names(said):
     line = said("wan-vea")
-    assert "did you mean 'wan-vae'?" in line
+    assert "model 'wan-vea' is not known; did you mean wan-vae?" in line
     assert all(name in line for name in RACERS)
     assert "one of: hunyuan-vae" in said("nothing at all")
     assert "no size 'huge'" in said("wan-vae", "--size", "huge")
     assert "no model was named" in said("--json")
-    assert "--report is one page" in said("wan-vae", "flux-vae", "--report", "x.html")
+    assert "--report is of one race" in said("wan-vae", "flux-vae", "--report", "x.html")
     assert "--missing needs --out" in said("all", "--missing")
 
 
 @pytest.mark.parametrize(("package", "model"), [("diffusers", "flux-vae"), ("transformers", "mamba")])
 def test_packages_that_are_not_there(said, monkeypatch, package, model):
     monkeypatch.setitem(sys.modules, package, None)  # an import of it finds nothing
-    assert f"needs {package}, which is not installed; pip install {package}" in said(model, "--size", "tiny")
+    assert f"needs {package}, which is not installed; pip install 'turnout[race]'" in said(model, "--size", "tiny")
 
 
 def test_packages_that_are_too_old_or_broken(monkeypatch):
@@ -654,7 +693,7 @@ def test_a_report_that_cannot_be_written_is_told_before_the_race(said, tmp_path,
     assert "cannot be written: " in said("flux-vae", "--report", tmp_path / "file" / "race.html")
     assert "this is a folder" in said("flux-vae", "--report", tmp_path)
     assert "the folder cannot be made" in said("flux-vae", "--out", tmp_path / "file" / "rows")
-    page.check_path(tmp_path / "new" / "race.html")
+    check_file("--report", tmp_path / "new" / "race.html")
     assert not (tmp_path / "new" / "race.html").exists()
 
 

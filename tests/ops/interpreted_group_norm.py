@@ -2,11 +2,15 @@
 programs, means far from zero, groups of every kind. In Triton's interpreter, on CPU tensors, collected by
 tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
 
+import itertools
+
 import pytest
 import torch
 
 import turnout  # noqa: F401
 from turnout.measure.verify import Trial, relative_error, truth
+from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums
+from turnout.ops.group_norm_silu.blocks import Where, blocks_of, grain
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.routing.op import OPS
 
@@ -95,3 +99,23 @@ def test_scale_and_shift_of_blocks(sizes, small, first_apart):
     x, scale, shift = last(2, 6, *sizes).half(), last(2, 6, *small), last(2, 6, *small).half().contiguous()
     args = (x, 2, torch.randn(6).half(), None, scale, shift, 1e-6, True, first_apart)
     assert complaint("spatial_norm_silu", "gapped-rows", args, **SMALL) is None
+
+
+@pytest.mark.parametrize("axis", [-2, -1], ids=["height", "width"])
+@pytest.mark.parametrize(("sizes", "channels", "groups"), [((66, 35), 8, 4), ((2, 9, 65), 6, 2)])
+def test_sums_of_blocks_of_parts_are_those_of_the_whole(sizes, channels, groups, axis):
+    """Also where a part is the inside of a buffer."""
+    whole, weight, bias = last(1, channels, *sizes), torch.randn(channels), torch.randn(channels)
+    expected = OPS["group_norm_silu"].routes["block-sums"].run(whole, groups, weight, bias, 1e-6, True)
+    height, width = sizes[-2:]
+    step = grain(whole.shape[axis])
+    begins = [0, step, 3 * step, whole.shape[axis]]
+    parts = [whole.narrow(axis, first, end - first) for first, end in itertools.pairwise(begins)]
+    parts = [parts[0].clone(), inside_border(parts[1]).copy_(parts[1]), parts[2]]
+    sums = []
+    for first, part in zip(begins, parts, strict=False):
+        where = Where(height, width, *((first, 0) if axis == -2 else (0, first)))
+        sums.append(launch_sums(part, groups, (grain(height), grain(width)), blocks_of(part.shape, where)))
+    moments = launch_moments(torch.cat(sums, 1 if axis == -2 else 2), whole[0].numel() // groups, 1e-6)
+    found = [launch_norm(part, moments, weight, bias, True, torch.empty_like(part)) for part in parts]
+    assert torch.equal(torch.cat(found, axis), expected)

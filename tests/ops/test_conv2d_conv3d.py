@@ -1,7 +1,8 @@
-"""conv2d and conv3d on a CPU: every route against float64, torch's semantics to the letter, strides, gradients, choices."""
+"""conv2d and conv3d on a Device.of("cpu"): every route against float64, torch's semantics to the letter, strides, gradients, choices."""
 
 import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,11 @@ from turnout.measure.verify import Trial
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import problem as shared
-from turnout.ops.convolution.guards import one_dnn_has_avx512
 from turnout.ops.convolution.layout import dense_strides, in_format, torch_format
-from turnout.routing.device import Device
+from turnout.routing.device import Device, assumed
 from turnout.routing.op import OPS
 
-CPU = Device.of("cpu")
+ONE_DNN = frozenset([torch.float32, torch.bfloat16])  # with AVX-512
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 TORCH = {"conv2d": F.conv2d, "conv3d": F.conv3d}
 
@@ -32,8 +32,8 @@ def routes_on_cpu(op, args):
     """Every route that takes these arguments here, in every configuration: (name, numerics, run)."""
     problem = op.problem(*args)
     for route in op.routes.values():
-        if not any(route.refuses(problem, CPU)):
-            for config in route.configs(problem, CPU):
+        if not any(route.refuses(problem, Device.of("cpu"))):
+            for config in route.configs(problem, Device.of("cpu")):
                 yield route.name, route.numerics, functools.partial(route.run, **config)
 
 
@@ -121,7 +121,7 @@ LONG_SUMS = [
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_long_sums_lose_no_more_digits_than_torchs(op, shape, weight, least, layout):
     """oneDNN loses more channels last than channels first; routes must know where torch would do which."""
-    here = [name for name in least if name != "one-dnn" or one_dnn_has_avx512()]  # which adds up loosely without, and refuses
+    here = [name for name in least if name != "one-dnn" or Device.of("cpu").has_avx512]  # which adds up loosely without, and refuses
     keeps_promises(op, *made(shape, weight, layout=layout), padding=weight[-1] // 2, least=here if layout == "first" else [])
 
 
@@ -360,7 +360,8 @@ def test_vmap_and_meta():
 
 
 def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
-    place = "cpu" if device == "cpu" else "meta"  # torch's flags for float32 are those of the tensors' own device
+    device = Device.named(device) if isinstance(device, str) else device
+    place = "cpu" if device.type == "cpu" else "meta"  # torch's flags for float32 are those of the tensors' own device
     x, w = (torch.empty(s, dtype=dtype, device=place) for s in (shape, weight))
     if layout == "last":
         x, w = (t.contiguous(memory_format=LAST[t.dim()]) for t in (x, w))
@@ -383,74 +384,67 @@ def test_choices_on_a_card_that_is_not_here():
     assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), layout="first", padding=1) in ("channels-last", "reference")
 
 
-@pytest.fixture
-def an_intel(monkeypatch):
-    """With AVX-512, without instructions for bfloat16."""
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)
-    monkeypatch.setattr("turnout.ops.convolution.guards.loop_adds_carefully", lambda: False)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
+def a_cpu(**facts):
+    """An Intel with AVX-512, without instructions for half types, or with other facts."""
+    intel = {"one_dnn": ONE_DNN, "careful_loop": False, "native_halves": frozenset()}
+    return replace(Device.of("cpu"), **{**intel, **facts})
 
 
-@pytest.mark.usefixtures("an_intel")
 def test_choices_on_a_cpu():
-    assert on("cpu", "conv2d", (1, 8, 4, 4), (8, 8, 3, 3), torch.float32, "first") == "reference"
+    cpu = a_cpu()
+    assert on(cpu, "conv2d", (1, 8, 4, 4), (8, 8, 3, 3), torch.float32, "first") == "reference"
     for layout in ("first", "last"):
-        assert on("cpu", "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on("cpu", "conv3d", (1, 384, 2, 8, 12), (384, 384, 3, 3, 3), torch.float32, layout, padding=1) == "one-dnn"  # mostly weight
-        assert on("cpu", "conv2d", (1, 3, 256, 256), (96, 3, 3, 3), torch.float32, layout, padding=1) == "reference"
-    assert on("cpu", "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "first", padding=1) == "winograd"
-    assert on("cpu", "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "last", padding=1) == "reference"
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
+        assert on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
+        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
+        assert on(cpu, "conv3d", (1, 384, 2, 8, 12), (384, 384, 3, 3, 3), torch.float32, layout, padding=1) == "one-dnn"  # mostly weight
+        assert on(cpu, "conv2d", (1, 3, 256, 256), (96, 3, 3, 3), torch.float32, layout, padding=1) == "reference"
+    assert on(cpu, "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "first", padding=1) == "winograd"
+    assert on(cpu, "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "last", padding=1) == "reference"
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
 
 
 @pytest.mark.parametrize("layout", ["first", "last"])
-def test_a_half_type_with_instructions_goes_to_one_dnn(monkeypatch, layout):
+def test_a_half_type_with_instructions_goes_to_one_dnn(layout):
     """23.6 ms on two cores of an AMD Zen 4, 25.5 by Winograd's transform."""
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.bfloat16, layout, padding=1) == "reference"
+    cpu = a_cpu(native_halves=frozenset([torch.bfloat16]))
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.bfloat16, layout, padding=1) == "reference"
 
 
-@pytest.mark.usefixtures("an_intel")
-def test_choices_on_a_cpu_without_numba(monkeypatch):
-    monkeypatch.setattr("turnout.ops.needs.installed", lambda package: False)
-    assert on("cpu", "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in ("one-dnn", "depth-taps")
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1) == "depth-taps"
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "last", padding=1) == "reference"
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) in ("upcast", "reference")
+def test_choices_on_a_cpu_without_numba():
+    cpu = a_cpu(lacks=frozenset(["numba"]))
+    assert on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in ("one-dnn", "depth-taps")
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1) == "depth-taps"
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "last", padding=1) == "reference"
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) in ("upcast", "reference")
 
 
-def test_a_half_type_without_instructions_goes_through_float32(monkeypatch):
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
-    assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 3), padding=(1, 0, 1)) == "upcast"
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
-    verdict = turnout.explain(
-        "conv3d", torch.empty(1, 96, 4, 60, 104, dtype=torch.bfloat16), torch.empty(96, 96, 3, 3, 3, dtype=torch.bfloat16), padding=1
-    )
+def test_a_half_type_without_instructions_goes_through_float32():
+    cpu = a_cpu()
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
+    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 3), padding=(1, 0, 1)) == "upcast"
+    x, weight = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 96, 4, 60, 104), (96, 96, 3, 3, 3)))
+    verdict = turnout.explain("conv3d", x, weight, padding=1, device=a_cpu(one_dnn=frozenset([torch.float32])))
     assert verdict.chosen == "winograd"
     assert verdict.microseconds["reference"] > 100 * verdict.microseconds["upcast"] > 100 * verdict.microseconds["winograd"]
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_a_bias_as_large_as_the_sums(monkeypatch, layout):
+def test_a_bias_as_large_as_the_sums(layout):
     """oneDNN without AVX-512 would begin with it, and lose digits at every step."""
-    monkeypatch.setattr("turnout.ops.convolution.guards.loop_adds_carefully", lambda: False)
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
     x, weight = torch.randn(1, 8, 3, 6, 7).contiguous(memory_format=layout), torch.randn(5, 8, 3, 3, 3) / 15
-    keeps_promises(CONV3D, x, weight, torch.randn(5), padding=1, least=["one-dnn"])
+    with assumed(a_cpu(one_dnn=frozenset([torch.float32]))):
+        keeps_promises(CONV3D, x, weight, torch.randn(5), padding=1, least=["one-dnn"])
 
 
-def test_one_dnn_without_avx512(monkeypatch):
+def test_one_dnn_without_avx512():
     """It adds up channels first in one go there, and is no slower than with channels last."""
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is torch.float32)
-    small = turnout.explain("conv3d", torch.empty(1, 64, 4, 64, 64), torch.empty(3, 64, 3, 3, 3), padding=1)
+    cpu = a_cpu(one_dnn=frozenset([torch.float32]))
+    small = turnout.explain("conv3d", torch.empty(1, 64, 4, 64, 64), torch.empty(3, 64, 3, 3, 3), padding=1, device=cpu)
     assert any("sums of 1728 products" in reason for reason in small.refused["one-dnn"])
     assert small.chosen == "winograd"
     for layout in ("first", "last"):
-        assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on("cpu", "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 1), torch.float32, layout, padding=(1, 0, 0)) == "reference"
+        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
+        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 1), torch.float32, layout, padding=(1, 0, 0)) == "reference"
 
 
 @pytest.mark.parametrize(

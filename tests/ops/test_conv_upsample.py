@@ -8,10 +8,10 @@ import torch.nn.functional as F
 
 import turnout
 from tests.ops.test_conv2d_conv3d import keeps_promises, routes_on_cpu
-from turnout.ops.convolution.guards import one_dnn_takes
 from turnout.ops.convolution.phases import Axis, phase_weights
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, upsample_conv2d, upsampled
 from turnout.ops.upsample_conv2d.routes import MOST
+from turnout.routing.device import Device
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,9 @@ def test_every_scale_kernel_and_padding(scale, kernel, padding):
 def test_phases_are_close_though_their_weights_are_rounded(dtype, layout):
     x, weight = torch.randn(1, 64, 12, 10), torch.randn(32, 64, 3, 3) / 24
     x, weight = (t.to(dtype).contiguous(memory_format=layout) for t in (x, weight))
-    keeps_promises(UPSAMPLE_CONV2D, x, weight, torch.randn(32).to(dtype), least=["phases"] if one_dnn_takes(dtype) else ["upcast"])
+    keeps_promises(
+        UPSAMPLE_CONV2D, x, weight, torch.randn(32).to(dtype), least=["phases"] if dtype in Device.of("cpu").one_dnn else ["upcast"]
+    )
 
 
 def test_windows():

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,14 +58,14 @@ def test_small_calls_lose_no_more_digits_than_torchs():
 
 
 @pytest.mark.parametrize("carefully", [True, False])
-def test_where_torchs_own_loop_adds_carefully(monkeypatch, carefully):
+def test_where_torchs_own_loop_adds_carefully(carefully):
     """As on an AMD Zen 4: what oneDNN adds up in one go must be short then. On an Intel it need not be."""
-    monkeypatch.setattr("turnout.ops.convolution.guards.loop_adds_carefully", lambda: carefully)
-    monkeypatch.setattr("turnout.ops.convolution.guards.one_dnn_takes", lambda dtype: dtype is not torch.float16)  # AVX-512
+    with_avx512 = frozenset([torch.float32, torch.bfloat16])
+    cpu = replace(Device.of("cpu"), one_dnn=with_avx512, careful_loop=carefully)
 
     def refused(channels, *kernel):
         x, weight = torch.empty(1, channels, 5, 8, 9), torch.empty(16, channels, *kernel)
-        found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel]).refused
+        found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel], device=cpu).refused
         return {name for name in ("one-dnn", "depth-taps") if any("adds more carefully" in why for why in found.get(name, ()))}
 
     assert refused(8, 3, 3, 3) == refused(32, 3, 1, 1) == set()

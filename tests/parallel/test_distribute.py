@@ -226,6 +226,18 @@ def test_unknown_models_meshes_and_tiling_are_refused():
         vae.decode(random(1, 4, 1, 2, 2, dtype=torch.bfloat16))
 
 
+def test_graphs_are_refused():
+    vae = model("wan", torch.bfloat16, fast=False)
+    turnout.accelerate(vae, graph=True)
+    distribute(vae, Lockstep(2))
+    z = random(1, 4, 1, 2, 2, dtype=torch.bfloat16)
+    with torch.no_grad(), pytest.raises(ValueError, match="without graph=True"):
+        vae.decode(z)
+    turnout.accelerate(vae)
+    with torch.no_grad():
+        assert vae.decode(z).sample.shape == (1, 3, 1, 16, 16)
+
+
 @torch.no_grad()
 def test_exception_of_one_rank_ends_all_and_the_next_call_works():
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)

@@ -65,6 +65,12 @@ def golden(file, lines):
             assert line == before
 
 
+def in_a_line(verdict):
+    """The route, by which authority, in whose words, and its configuration."""
+    config = ", ".join(f"{key}={value}" for key, value in verdict.config.items())
+    return f"{verdict.chosen} by {verdict.authority}: {verdict.why}" + (f" ({config})" if config else "")
+
+
 @pytest.mark.parametrize("card", NAMES)
 def test_names_that_people_type(card):
     assert {Device.named(name).name for name in NAMES[card]} == {card}
@@ -77,8 +83,7 @@ def test_golden_answers(card):
     lines = []
     for name, (op, args, options) in CALLS.items():
         verdict = turnout.explain(op, *args, device=device, **options)
-        config = ", ".join(f"{key}={value}" for key, value in verdict.config.items())
-        lines.append(f"{name}: {verdict.chosen} by {verdict.authority}: {verdict.why}" + (f" ({config})" if config else ""))
+        lines.append(f"{name}: {in_a_line(verdict)}")
     golden(f"golden/{device.slug}.txt", lines)
 
 
@@ -88,7 +93,7 @@ def test_what_is_chosen_for_every_case_on_an_h200():
     for op in OPS.values():
         for case in op.cases():
             verdict = op.verdict(Key(outline(op, case).problem, False, ()), h200)
-            lines.append(f"{op.name} {case}: {verdict.chosen} by {verdict.authority}")
+            lines.append(f"{op.name} {case}: {in_a_line(verdict)}")
     golden("golden/cases-on-an-h200.txt", lines)
 
 
@@ -101,7 +106,7 @@ def test_an_h100_takes_what_was_measured_on_its_sibling():
 
 
 def test_unknown_cards_list_the_known():
-    with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; name one of: .*4090.*mi300x"):
+    with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? One of: .*4090.*mi300x"):
         Device.named("rtx-9090")
     assert all(device.flops and device.bandwidth.source for device in KNOWN)
 

@@ -1,16 +1,28 @@
 """The command line as a person uses it."""
 
+import functools
 import json
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
+import turnout as package
+from tests.faults.public_calls import MAKERS, Made, changed
+from turnout.cli import app
 
 
 def turnout(*words, code=0):
     done = subprocess.run([sys.executable, "-m", "turnout", *words], capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr + done.stdout
+
+
+def in_process(*words):
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 0, run.output
+    return run.stdout
 
 
 def test_help_has_examples():
@@ -47,22 +59,175 @@ def test_explain_takes_words_flags_and_other_dtypes():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "layouts"),
     [
-        (("explain", "nope"), "op 'nope' is not known; one of:"), (("explain", "dot", "--a", "3"), "missing a required argument: 'b'"),
-        (("explain", "dot", "--a", "x", "--b", "3"), "whole numbers with commas"),
-        (("explain", "dot", "--c", "3"), "has no argument c; it has: a, b"),
-        (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),
-        (("explain", "dot", "3"), "cannot be read"),
-        (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"), (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
-        (("tune", "nope"), "op 'nope' is not known"), (("tune", "--race", "nope"), "model 'nope' is not known"),
-        (("tune", "dot", "--budget", "-1"), "more than 0"),
+        (("--layout", "channels-last"), ([2048, 1, 128, 8], [72, 1, 24, 8])),
+        ((), ([2048, 256, 16, 1], [72, 9, 3, 1])),
+        (("--input", "1,8,16,16:channels-last"), ([2048, 1, 128, 8], [72, 9, 3, 1])),
+        (("--input", "1,8,16,16:strides=4096,512,32,2"), ([4096, 512, 32, 2], [72, 9, 3, 1])),
+        (("--layout", "channels-last", "--weight", "8,8,3,3:contiguous"), ([2048, 1, 128, 8], [72, 9, 3, 1])),
+    ],
+)
+def test_explain_takes_layouts(words, layouts):
+    told = json.loads(in_process("explain", "conv2d", "--input=1,8,16,16", "--weight=8,8,3,3", *words, "--json"))
+    assert (told["problem"]["input_strides"], told["problem"]["weight_strides"]) == layouts
+
+
+def test_explain_takes_floats_and_none():
+    words = ("explain", "rms_norm_silu", "--x=1,8,4,4", "--weight=None", "--eps=1e-6", "--silu=False", "--json")
+    told = json.loads(in_process(*words))
+    assert told["problem"]["weight_dtype"] is None
+    assert told["problem"]["silu"] is False
+    qkv = [f"--{name}=1,2,8,16" for name in "qkv"]
+    assert json.loads(in_process("explain", "attention", *qkv, "--scale=0.25", "--mask=none", "--json"))["op"] == "attention"
+
+
+def test_explain_takes_every_public_call():
+    """The check of shapes refuses no call that runs: all of the tests' small ones, as meta tensors."""
+    from turnout.asking import check_shapes
+
+    checked = 0
+    for name, make in MAKERS.items():
+        for call in make(Made()):
+            check_shapes(name, **changed(call, lambda tensor: tensor.to("meta")))
+            checked += 1
+    assert checked > 50
+
+
+MISTAKES = [
+    (("explain", "zzz"), "op 'zzz' is not known; one of:"),
+    (("explain", "atention"), "op 'atention' is not known; did you mean attention? One of:"),
+    (("explain", "dot", "--a", "3"), "missing a required argument: 'b'"),
+    (("explain", "dot", "--a", "x", "--b", "3"), "--a x: shapes are whole numbers with commas"),
+    (("explain", "dot", "--a", "3:bf17", "--b", "3"), "dtype 'bf17' is not known; did you mean bf16?"),
+    (("explain", "dot", "--a", "3", "--b", "4"), "dot: inconsistent tensor size"),
+    (("explain", "dot", "--a", "-3", "--b", "3"), "--a: shape [-3] has a negative size"),
+    (("explain", "dot", "--a", "none", "--b", "3"), "--a none: it needs a value here, it takes Tensor"),
+    (("explain", "dot", "--c", "3"), "dot has no argument c; one of: a, b"),
+    (("explain", "conv2d", "--wieght", "3"), "conv2d has no argument wieght; did you mean weight?"),
+    (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,9,3,3"), "conv2d: "),
+    (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--layout", "nhwc"), "'nhwc' is not known"),
+    (("explain", "conv2d", "--input", "8,4,4:channels-last", "--weight", "8,8,3,3"), "needs four or five dimensions"),
+    (("explain", "dot", "--a", "3:strides=1,2", "--b", "3"), "2 strides for a shape of 1 sizes"),
+    (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--groups", "1,2"), "it takes int, not several"),
+    (("explain", "rms_norm_silu", "--x", "1,8", "--eps", "small"), "--eps small: it takes a number"),
+    (("explain", "rms_norm_silu", "--x", "1,8", "--eps", "1", "--silu", "maybe"), "neither true nor false"),
+    (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),
+    (("explain", "dot", "--a", "3", "--b", "3", "--device", "h20"), "device 'h20' is not known; did you mean nvidia-h200?"),
+    (("explain", "dot", "--a", "3", "--b", "3", "--device", "rtx 4900"), "did you mean nvidia-geforce-rtx-4090?"),
+    (("explain", "dot", "3"), "cannot be read"),
+    (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"),
+    (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
+    (("bench", "dot", "--device", "cudda"), "did you mean cuda?"),
+    (("bench", "dot", "--export", "x.json"), "give both"),
+    (("tune", "nope"), "op 'nope' is not known"),
+    (("tune", "--race", "wan-vea"), "model 'wan-vea' is not known; did you mean wan-vae?"),
+    (("tune", "dot", "--budget", "-1"), "more than 0"),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES)
+def test_mistakes_end_with_one_line(words, said):
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 2, run.output
+    assert said in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+    assert run.stderr.startswith("error: ")
+    assert run.stdout == ""
+
+
+def test_a_mistake_in_a_process_of_its_own():
+    said = turnout("explain", "zzz", code=2)
+    assert said.startswith("error: op 'zzz' is not known; one of: ")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_pin_of_a_route_that_is_not_known(monkeypatch):
+    monkeypatch.setenv("TURNOUT_PIN", "dot=two-stge")
+    run = CliRunner().invoke(app, ["explain", "dot", "--a=3", "--b=3"])
+    assert run.exit_code == 2
+    assert "op dot has no route 'two-stge'; did you mean two-stage?" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "dot", "--out", "FILE/rows"), ("bench", "dot", "--roofline", "FILE/roof.png"),
+        ("bench", "dot", "--roofline", "FOLDER"), ("bench", "dot", "--tune", "--export", "FILE/table.json"),
+        ("tune", "dot", "--export", "FILE/table.json"), ("tune", "dot", "--export", "FOLDER"),
     ],
 )  # fmt: skip
-def test_mistakes_end_with_one_line(words, said):
-    out = turnout(*words, code=2)
-    assert said in " ".join(out.split())
-    assert "Traceback" not in out
+def test_paths_are_checked_before_anything_is_measured(words, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    measured = pytest.fail
+    monkeypatch.setattr("turnout.bench.sweep.ceilings", lambda *_: measured("it measured"))
+    monkeypatch.setattr(package, "tune", lambda *_, **__: measured("it measured"))
+    places = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path)}
+    words = [functools.reduce(lambda word, place: word.replace(place, places[place]), places, word) for word in words]
+    run = CliRunner().invoke(app, words)
+    assert run.exit_code == 2, run.output
+    assert words[-2] in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_tune_says_before_it_measures_that_rows_cannot_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TURNOUT_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(package, "tune", lambda *_, **__: pytest.fail("it measured"))
+    run = CliRunner().invoke(app, ["tune", "dot"])
+    assert run.exit_code == 2
+    assert "the folder cannot be made" in run.stderr
+    assert "TURNOUT_CACHE_DIR" in run.stderr
+
+
+def test_a_package_that_is_missing_is_one_line_with_its_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    run = CliRunner().invoke(app, ["bench", "dot", "--roofline", str(tmp_path / "roof.png")])
+    assert run.exit_code == 2
+    assert run.stderr == "error: matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'\n"
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (PermissionError(13, "Permission denied", "/a/[b]"), 2, "error: /a/[b]: Permission denied"),
+        (OSError("disk [full]"), 2, "error: disk [full]"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), 2, "error: the package x is not installed; pip install x"),
+        (RuntimeError("[red]two\nlines[/red]"), 2, "error: [red]two lines[/red]"),
+    ],
+)
+def test_whatever_a_command_raises_is_one_line(monkeypatch, failure, code, said):
+    def fail():
+        raise failure
+
+    monkeypatch.setattr("turnout.doctor.environment", fail)
+    run = CliRunner().invoke(app, ["doctor"])
+    assert run.exit_code == code
+    assert run.stderr.strip().startswith(said)
+    assert len(run.stderr.strip().splitlines()) == 1
+
+
+def test_traceback_on_demand(monkeypatch):
+    monkeypatch.setenv("TURNOUT_TRACEBACK", "1")
+    run = CliRunner().invoke(app, ["explain", "nope"])
+    assert isinstance(run.exception, ValueError)
+
+
+def test_control_c_ends_with_130():
+    code = (
+        "import os, signal, sys, turnout.doctor; from turnout.cli import main;"
+        "turnout.doctor.environment = lambda: os.kill(os.getpid(), signal.SIGINT);"
+        "sys.argv = ['turnout', 'doctor']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130
+    assert done.stderr.startswith("interrupted")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_version():
+    assert turnout("--version") == f"turnout {package.__version__}\n"
 
 
 def test_doctor():

@@ -28,7 +28,7 @@ def test_pins_nest_and_leave_nothing_behind():
 
 
 def test_unknown_pins_list_the_known():
-    with pytest.raises(ValueError, match=r"op 'nope' is not known; one of: .*dot"):
+    with pytest.raises(ValueError, match=r"op 'nope' is not known; did you mean norm_rope\? One of: .*dot"):
         turnout.pin(nope="x")
     with pytest.raises(ValueError, match="op dot has no route 'x'; one of: single-launch, two-stage, cpu-chunks, reference"):
         turnout.pin(dot="x")

@@ -19,7 +19,7 @@ from turnout.routing.device import KNOWN, Device
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.row import Row, Unreadable, decode
 from turnout.routing.store import export, folder, load_table, publish
-from turnout.routing.table import Table, Tables, forget_tables, machine_of, stale_routes
+from turnout.routing.table import Table, Tables, forget_tables, stale_routes
 from turnout.routing.versions import for_device
 
 CPU = Device.of("cpu")
@@ -32,7 +32,7 @@ def row(length=4096, fast="cpu-chunks", **changes):
     made = Row(
         op="dot", us=us, version={"cpu-chunks": ROUTE.version}, code_hash={"cpu-chunks": ROUTE.code_hash}, config={"cpu-chunks": {}},
         problem={"a": [length], "b": [length], "a_strides": [1], "b_strides": [1], "a_dtype": "bfloat16", "b_dtype": "bfloat16"},
-        versions=for_device("cpu"), machine=machine_of(CPU),
+        versions=for_device("cpu"), machine=Device.of("cpu").machine,
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -424,9 +424,9 @@ def test_unreadable_says_what_is_wrong():
 
 def test_what_one_dnn_may_use_is_part_of_a_cpus_machine(monkeypatch):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    before = [machine_of(device) for device in (CPU, H200)]
+    before = [Device.of("cpu").machine, H200.machine]
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    after = [machine_of(device) for device in (CPU, H200)]
+    after = [Device.of("cpu").machine, H200.machine]
     assert before[0] != after[0]
     assert before[1] == after[1] == {}
 

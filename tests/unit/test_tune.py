@@ -75,8 +75,8 @@ def test_every_kind_of_wrong_is_noticed(monkeypatch, broken, said):
 def test_the_budget_ends_it(monkeypatch):
     cases = DOT.cases()[:4]
     monkeypatch.setattr(DOT, "cases", lambda: cases * 50)
-    with pytest.warns(turnout.TurnoutWarning, match=r"0.5 s are over, \d+ of 200 calls were measured"):
-        rows = turnout.tune("dot", budget=0.5, progress=False, save=False, device="cpu")
+    with pytest.warns(turnout.TurnoutWarning, match=r"0.1 s are over, \d+ of 200 calls were measured"):
+        rows = turnout.tune("dot", budget=0.1, progress=False, save=False, device="cpu")
     assert 0 < len(rows) < 200
 
 

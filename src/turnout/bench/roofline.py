@@ -9,15 +9,21 @@ from turnout.routing.op import OPS
 from turnout.routing.row import decode
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: operations per byte against operations per second, the routed calls and the best peer of each."""
+def load() -> Any:
+    """matplotlib's pyplot, drawing into files. Raises ValueError where it is not installed."""
     try:
         import matplotlib
     except ImportError as missing:
-        raise RuntimeError("matplotlib is not installed, --roofline needs pip install 'turnout[plot]'") from missing
+        raise ValueError("matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'") from missing
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a PNG: operations per byte against operations per second, the routed calls and the best peer of each."""
+    pyplot = load()
     rows = [row for row in rows if "us" in row]
     if not rows:
         raise ValueError("no row has a time, there is nothing to draw")

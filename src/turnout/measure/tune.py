@@ -33,7 +33,7 @@ from turnout.routing.op import (
 from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.row import Row
 from turnout.routing.store import publish
-from turnout.routing.table import Tables, forget_tables, machine_of
+from turnout.routing.table import Tables, forget_tables
 
 SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
 
@@ -185,7 +185,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         # By the card's part: the host takes the same time for all of them, and its moods would decide.
         name = min(timings, key=lambda n, found=timings: found[n].device_us) if timings else next(iter(sound))
         run, best[route.name] = sound[name]
-        runs[route.name] = op.driven(run, args)  # with what the router asks before it runs a route
+        runs[route.name] = op.with_runtime_checks(run, args)  # with what the router asks before it runs a route
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
     row = Row(
@@ -199,7 +199,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         version={name: op.routes[name].version for name in best},
         code_hash={name: op.routes[name].code_hash for name in best},
         versions=versions.for_device(device.type),
-        machine=machine_of(device),
+        machine=device.machine,
     )
     return row, device
 
@@ -211,7 +211,7 @@ def _candidates(op: Op, problem: Any, device: Device) -> list[Route]:
 def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> Iterator[tuple[Config, Callable]]:
     """The configurations of a route that launch and give the right output, each with what runs it."""
     for config in route.configs(op.problem(*args), device):
-        run = route.ready(args, config)
+        run = route.prepared(args, config).call
         try:
             why = trial.complaint(route.numerics, run)
         except Exception as failure:  # whatever a candidate does, tuning goes on with the others

@@ -10,16 +10,18 @@ from typing import Any
 
 from torch import nn
 
-from turnout.models import bare, diffusers, layers, patch, stock, transformers
+from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers
+from turnout.models.graphs import ENGINES
 from turnout.models.report import Entry, Report, weights_of
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
 
 KNOWN: dict[str, type[patch.Adapter]] = {**diffusers.ADAPTERS, **transformers.ADAPTERS}
 MODELS: set[str] = diffusers.MODELS | transformers.MODELS
+GRAPHED: set[str] = MODELS | diffusers.GRAPHED
 
 
-def accelerate(model: Any, *, numerics: str | None = None) -> Report:
+def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) -> Report:
     """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's routes.
 
     model: a module of diffusers or transformers, a diffusers pipeline, or any `nn.Module`. Models that are known run in channels-last from
@@ -27,8 +29,11 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
     are routed. Models inside `torch.compile`, DDP, FSDP or peft are found there.
     Whatever is done to a part of the model, before or after (hooks, offloading, casting, LoRA, caches, parametrisations), its results are
     those of the stock model: such a part runs the stock code.
-    `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call. Returns a report;
-    warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
+    `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call.
+    graph: on a CUDA device, calls of a known model that come again are captured in a CUDA graph and replayed,
+    from the third on, until something changes that a graph would not see (docs/cuda-graphs.md). It costs the
+    memory that a call works in, for as long as the graph is kept; `restore` frees it.
+    Returns a report; warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
 
     >>> import torch, turnout
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
@@ -47,6 +52,8 @@ def accelerate(model: Any, *, numerics: str | None = None) -> Report:
     try:
         for path, part in _parts(model):
             _accelerate_part(path, part, numerics, report)
+            if graph:
+                _graph_part(path, part, report)
     except BaseException:
         _undo(model)
         raise
@@ -81,6 +88,21 @@ def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: R
     untouched = collections.Counter(report.untouched)
     untouched.update(type(m).__name__ for m in part.modules() if m._parameters and id(m) not in touched and id(m) not in within)
     report.untouched = dict(untouched.most_common())
+
+
+def _graph_part(path: str, part: nn.Module, report: Report) -> None:
+    """Replay the calls of every known model in a part that is not inside another one."""
+    graphed: tuple[str, ...] = ()
+    for inner, instance in list(part.named_modules()):
+        if _key(instance, GRAPHED) and not (graphed and f"{inner}.".startswith(graphed)):
+            report.graphs[".".join(filter(None, (path, inner)))] = replays.install(instance)
+            graphed += (f"{inner}." if inner else "",)
+    if not graphed:
+        name = type(_unwrapped(part)).__name__
+        report.notes.append(f"{path or 'model'}: graph=True needs a known model, {name} is none: no graphs")
+    elif all(x.device.type not in ENGINES for x in part.parameters()):
+        devices = " and ".join(sorted({x.device.type for x in part.parameters()}))
+        report.notes.append(f"{path or 'model'}: on {devices}, CUDA graphs need a CUDA device: no graphs there")
 
 
 def _verdict(part: nn.Module, entries: list[Entry]) -> str:
@@ -134,11 +156,13 @@ def _undo(model: Any) -> int:
     """Undo what `accelerate` did; a distributed model stays distributed."""
     instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
     bare.forget(instances)
+    for instance in instances:
+        replays.uninstall(instance)
     return sum(map(patch.undo, instances))
 
 
 @contextlib.contextmanager
-def accelerated(model: Any, *, numerics: str | None = None) -> Iterator[Report]:
+def accelerated(model: Any, *, numerics: str | None = None, graph: bool = False) -> Iterator[Report]:
     """`accelerate` for the length of a `with` block.
 
     >>> import torch, turnout
@@ -148,7 +172,7 @@ def accelerated(model: Any, *, numerics: str | None = None) -> Iterator[Report]:
     >>> type(model) is torch.nn.Conv2d
     True
     """
-    report = accelerate(model, numerics=numerics)
+    report = accelerate(model, numerics=numerics, graph=graph)
     try:
         yield report
     finally:

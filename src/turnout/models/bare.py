@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from turnout.routing.fallback import autocasts
+
 _everything = itertools.chain.from_iterable
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -98,7 +100,7 @@ class _Watch:
         if dtypes.count(dtype) == len(dtypes):
             return True
         wide = all(kind.itemsize > 1 for kind in dtypes)
-        return wide and (self.any_dtype or torch.is_autocast_enabled(device.type))
+        return wide and (self.any_dtype or autocasts(device.type))
 
 
 _watches: dict[tuple[int, int], _Watch] = {}

@@ -15,6 +15,7 @@ from turnout.models.bare import Inside, bare_layer
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
 from turnout.routing import settings
+from turnout.routing.fallback import autocasts
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -24,7 +25,7 @@ def direct(x: Tensor, *layers: Any) -> bool:
     product with x: no hooks, no adapters beside them, no quantised weights."""
     return (
         may_write(x, *(layer.weight for layer in layers))
-        and not torch.is_autocast_enabled(x.device.type)
+        and not autocasts(x.device.type)
         and all(bare_layer(layer, nn.Linear, x) and layer.bias is not None for layer in layers)
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
-from turnout.models.video import as_video, channels_last, per_frame
+from turnout.models.video import as_video, channels_last, per_frame, repeat_frames
 from turnout.ops.group_norm_silu.spatial import repeats
 
 _CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
@@ -112,6 +112,4 @@ class Upsample(Adapter):
         frames = inputs.shape[2]
         if not self.compress_time or frames == 1:
             return y
-        if frames % 2 == 0:
-            return y.repeat_interleave(2, 2)
-        return torch.cat([y[:, :, :1], y[:, :, 1:].repeat_interleave(2, 2)], 2)
+        return repeat_frames(y, (2, 1, 1), first_apart=frames % 2 == 1)

@@ -81,3 +81,6 @@ MODELS = {
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel",
     "diffusers.models.transformers.transformer_qwenimage.QwenImageTransformer2DModel",
 }
+
+# Models that are not known so, and whose calls may be replayed as CUDA graphs all the same.
+GRAPHED = {"diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"}

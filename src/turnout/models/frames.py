@@ -42,6 +42,7 @@ from torch import Tensor
 
 from turnout import ops
 from turnout.models.video import channels_last
+from turnout.routing.fallback import autocasts
 
 # Pixels of a frame from which on frames go one by one, by the type of the device. A GPU is full with one frame of that size; with less it
 # would wait for launches. Elsewhere it has not been measured, and frames go two by two.
@@ -61,12 +62,13 @@ class Kept(list):
     It belongs to one stream. `one_by_one` says whether its large frames go so, which is decided by the first latent: the caches of the two
     ways are not the same. For the same reason `blocks`, those that may have a ring, stay the same. `arranged`
     holds weights in another order, until the next call of the stream. rings: False where none is to be used.
+    ends: no frame comes after those of the first latent, and convolutions need not keep any.
     It is made of its entries, as every list is: hooks that move what a module is given to a device make lists anew.
     """
 
-    def __init__(self, entries: Iterable[Any] = (), *, rings: bool = True):
+    def __init__(self, entries: Iterable[Any] = (), *, rings: bool = True, ends: bool = False):
         super().__init__(entries)
-        self.may_have_rings = rings
+        self.may_have_rings, self.ends = rings, ends
         self.one_by_one: bool | None = None
         self.blocks: list[Any] | None = None
         self.rings: dict[Any, Ring] = {}
@@ -128,7 +130,7 @@ class Conditions(NamedTuple):
     def of(cls, z: Tensor, gradients: bool) -> Conditions:
         batch, channels, _, height, width = z.shape
         kind = z.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = torch.get_autocast_dtype(kind) if autocasts(kind) else None
         return cls(batch, channels, height, width, z.dtype, z.device, gradients, autocast)
 
 

@@ -12,20 +12,24 @@ from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.sdpa import attend
-from turnout.models.video import Border, bordered
+from turnout.models.video import Border, bordered, repeat_frames
 
 _CONV = "HunyuanVideoCausalConv3d"
 
 
+def _plain_conv(conv: nn.Conv3d, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    return ops.conv3d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
+
+
 def _convolved(module: Any, x: Tensor, norm: nn.GroupNorm | None = None, residual: Tensor | None = None) -> Tensor:
     """The convolution of x, or of SiLU of its norm, with repeated edges around it."""
-    padding, conv = module.time_causal_padding, module.conv
+    padding = module.time_causal_padding
     if norm is None:
         wide, _, high, _, before, _ = padding
         whole = bordered(x, Border(before, 0, (high, wide)), lambda out: x if out is None else out.copy_(x))
     else:
         whole = ops.group_norm_silu_pad(x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps)
-    return ops.conv3d(whole, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
+    return _plain_conv(module.conv, whole, residual)
 
 
 class CausalConv(Adapter):
@@ -62,19 +66,25 @@ class ResnetBlock(Adapter):
 class Upsample(Adapter):
     """pixels repeated in the buffer that is convolved"""
 
+    inside = Inside(reads=(_CONV, nn.Conv3d))
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from CausalConv.refuses(instance.conv)
+        if any(factor != int(factor) for factor in instance.upsample_factor):
+            yield f"upsample factor {tuple(instance.upsample_factor)}, this adapter needs whole numbers"
+
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        x = hidden_states
-        in_time, in_height, in_width = (int(factor) for factor in self.upsample_factor)
-        first = _repeated(x[:, :, :1], 1, in_height, in_width)
-        rest = _repeated(x[:, :, 1:], in_time, in_height, in_width)
-        return self.conv(torch.cat([first, rest], 2))
+        in_time, in_height, in_width = map(int, self.upsample_factor)
+        wide, _, high, _, before, _ = self.conv.time_causal_padding
+        border = Border(before, 0, (high, wide))
 
+        def fill(out: Tensor | None) -> Tensor:
+            return repeat_frames(hidden_states, (in_time, in_height, in_width), first_apart=True, out=out)
 
-def _repeated(x: Tensor, in_time: int, in_height: int, in_width: int) -> Tensor:
-    """Every pixel repeated, channels-last."""
-    x = x.permute(0, 2, 3, 4, 1)[:, :, None, :, None, :, None]  # [B, T, 1, H, 1, W, 1, C]
-    x = x.expand(-1, -1, in_time, -1, in_height, -1, in_width, -1)
-    return x.flatten(5, 6).flatten(3, 4).flatten(1, 2).permute(0, 4, 1, 2, 3)
+        frames, height, width = hidden_states.shape[2:]
+        size = (1 + (frames - 1) * in_time, height * in_height, width * in_width)
+        return _plain_conv(self.conv.conv, bordered(hidden_states, border, fill, size))
 
 
 class MidBlock(Adapter):

@@ -20,6 +20,7 @@ from turnout.models.patch import Adapter
 from turnout.models.rebinding import Rebinder
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
 from turnout.ops.selective_scan_update.routes import SELECTIVE_SCAN_UPDATE
+from turnout.routing.fallback import autocasts
 
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _ALL_LAUNCH = 2**18  # elements whose norm takes a card less time than a host takes to ask for it
@@ -118,7 +119,7 @@ def _held(
     """The states of the convolution and of the scan where this call is a plain step of decoding; None where the stock forward is to run."""
     if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or torch.is_grad_enabled():
         return None
-    if torch.compiler.is_dynamo_compiling() or torch.is_autocast_enabled(hidden_states.device.type):
+    if torch.compiler.is_dynamo_compiling() or autocasts(hidden_states.device.type):
         return None
     layer, dt_proj = cache_params.layers[mixer.layer_idx], mixer.dt_proj
     if not layer.has_previous_state[0] or layer.record_past or dt_proj.weight.dtype is not hidden_states.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     untouched: dict[str, int] = field(default_factory=dict)  # classes with weights that have no adapter, and how many of each
     notes: list[str] = field(default_factory=list)  # what else there is to know of the model
+    graphs: dict[str, Any] = field(default_factory=dict)  # path to what became of its calls, where graphs were asked for
 
     @property
     def patched(self) -> list[Entry]:
@@ -52,17 +54,22 @@ class Report:
 
     def details(self) -> str:
         """Every part, by its path."""
-        return "\n".join([*self._heads(), *map(_line, self.entries), *self._tail()])
+        return "\n".join([*self._heads(), *map(_line, self.entries), *self._tail(), *self._graphs(1000)])
 
     def __str__(self) -> str:
         kinds = [*_kinds("fused", self.fused), *_kinds("routed", self.routed), *_kinds("left alone", self.refused)]
         most = LINES - len(self.models) - len(self.notes)
         if len(kinds) > most:
             kinds = [*kinds[:most], f"  and {len(kinds) - most} other kinds, see details()"]
-        return "\n".join([*self._heads(), *kinds, *self._tail()])
+        return "\n".join([*self._heads(), *kinds, *self._tail(), *self._graphs(1)])
 
     def _heads(self) -> Iterator[str]:
         yield from (f"{path or 'model'}: {said}" for path, said in self.models.items())
+
+    def _graphs(self, most: int) -> Iterator[str]:
+        """What became of the calls of models whose graphs are replayed, up to now."""
+        for path, replays in self.graphs.items():
+            yield from (f"  graph of {path or 'model'}: {line}" for line in itertools.islice(replays.lines(), most))
 
     def _tail(self) -> Iterator[str]:
         if self.untouched:

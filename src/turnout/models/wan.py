@@ -20,10 +20,12 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Clip, Conditions, Kept, Ring, are_large, convolve_ahead, latents_needed
-from turnout.models.graphs import CapturedStep, ModelSnapshot, layouts
+from turnout.models.graphs import ENGINES, CapturedStep, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.sdpa import attend
+from turnout.models.snapshot import ModelSnapshot
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame, pixels_of_frame
+from turnout.routing.fallback import autocasts
 from turnout.routing.settings import splitting
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
@@ -47,7 +49,8 @@ def _remembering(conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[i
     cache = None if feat_cache is None else feat_cache[slot]
     y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=_padding(conv), residual=residual)
     if feat_cache is not None:
-        feat_cache[slot] = kept
+        if not (isinstance(feat_cache, Kept) and feat_cache.ends):
+            feat_cache[slot] = kept
         feat_idx[0] += 1
     return y
 
@@ -255,7 +258,7 @@ class Decoder(Adapter):
     def _up(self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
         """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
         and a piece as long as a cache becomes the cache without being copied. The largest see one, and have a ring instead of caches."""
-        plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not torch.is_autocast_enabled(x.device.type)
+        plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not autocasts(x.device.type)
         rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
         if rings is not None and not torch.compiler.is_compiling():
             rings.keep_to([stage.block for stage in stages])
@@ -345,7 +348,9 @@ class Autoencoder(Adapter):
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
-        steps = Steps(self, Kept([None] * self._cached_conv_counts["decoder"]))
+        # a picture is a clip that ends with its first frame: nothing is kept for the next one
+        ends = z.shape[2] == 1
+        steps = Steps(self, Kept([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends))
         video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
 
@@ -465,7 +470,7 @@ class DecodeStream:
     def __init__(self, vae: Any, *, graph: bool = False):
         if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
             raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
-        if graph and vae.device.type != "cuda":
+        if graph and vae.device.type not in ENGINES:
             raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
         self.vae, self.graph = vae, graph
         self.captured: CapturedStep | None = None
@@ -600,7 +605,7 @@ class DecodeStream:
             self._drop_stale_graph()
             if self.captured is not None:
                 return self.captured.assumptions[0]
-            return ModelSnapshot(self.vae, for_graph=self.graph)
+            return ModelSnapshot(self.vae, ("post_quant_conv", "decoder"), for_graph=self.graph)
         change = clip.model.change()
         if change is not None:
             raise RuntimeError(
@@ -676,7 +681,7 @@ def _check_latents(z: Any, vae: Any) -> None:
     if z.device != weight.device:
         said = f"latents on {z.device}, the model is on {weight.device}"
         raise ValueError(f"DecodeStream.decode: {said}; move one of them, z.to({str(weight.device)!r})")
-    if z.dtype != weight.dtype and not torch.is_autocast_enabled(z.device.type):
+    if z.dtype != weight.dtype and not autocasts(z.device.type):
         said = f"latents of {z.dtype}, the model is of {weight.dtype}"
         raise ValueError(f"DecodeStream.decode: {said}; convert them, z.to({weight.dtype})")
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -16,23 +13,15 @@ HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 HOPPER = (9, 0)  # compute capability
 
 
-@functools.cache
-def installed(package: str) -> bool:
-    """Whether a package can be imported, without importing it."""
-    if package in sys.modules:
-        return sys.modules[package] is not None
-    return importlib.util.find_spec(package) is not None
-
-
 def needs_triton(device: Device) -> Iterator[str]:
     """What a plain Triton kernel needs: a card that Triton has a driver for, whoever made it."""
     if device.type == "cpu":
         yield f"device {device.name}, this route needs a GPU"
-    elif device.backend is None and installed("triton"):
+    elif device.backend is None and device.has("triton"):
         yield f"device {device.name}, this route needs one that Triton has a driver for"
     elif device.backend == "cuda" and device.capability is not None and device.capability < (8, 0):
         yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
-    if not installed("triton"):
+    if not device.has("triton"):
         yield "Triton is not installed, this route needs triton>=3.6"
 
 
@@ -52,7 +41,7 @@ def needs_hopper(device: Device) -> Iterator[str]:
 def needs_numba(device: Device) -> Iterator[str]:
     if device.type != "cpu":
         yield f"device {device.name}, this route needs a CPU"
-    if not installed("numba"):
+    if not device.has("numba"):
         yield "Numba is not installed, this route needs pip install 'turnout[cpu]'"
 
 

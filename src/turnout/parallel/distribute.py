@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from turnout.models import patch
 from turnout.models.report import Entry, Report
+from turnout.models.snapshot import REPLAYS
 from turnout.parallel import agreement
 from turnout.parallel.exchange import AXES, Engine, Exchange
 from turnout.parallel.fake import Fake
@@ -187,6 +188,8 @@ class Distribution:
     ) -> Any:  # fmt: skip
         if torch.compiler.is_compiling():
             raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
+        if REPLAYS in vars(vae):
+            raise ValueError("a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True")
         engine = self.engine
         if not isinstance(engine, Lockstep):
             return self._on_rank(engine, vae, name, x, whole, on_part)

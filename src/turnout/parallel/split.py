@@ -341,7 +341,7 @@ class Split:
                     raise PartRefused(
                         f"turnout.{op.name}: route {route.name!r} takes the whole call, and refuses this rank's part: {'; '.join(reasons)}"
                     )
-                prepared = ready[facts] = route.ready(args, config)
+                prepared = ready[facts] = route.prepared(args, config).call
             return prepared(*args)
 
         return run, route.grain is not None, route.grain or 1

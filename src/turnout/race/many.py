@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from turnout.race.models import Racer, check_weights, racer_named, size_named
 from turnout.race.run import ACCELERATED, COMPILED, STOCK, Race, race
 from turnout.routing import versions
 from turnout.routing.device import Device
+from turnout.routing.names import dtype_named
 
 
 class Entry(NamedTuple):
@@ -63,11 +63,7 @@ class Outcome:
         }
 
 
-def entries(
-    names: list[str], size: str, dtype: str | None, device: torch.device,
-    to_dtype: Callable[[str], torch.dtype],
-    weights: Path | None = None,
-) -> list[Entry]:  # fmt: skip
+def entries(names: list[str], size: str, dtype: str | None, device: torch.device, weights: Path | None = None) -> list[Entry]:
     """The races that were asked for. Raises ValueError if one of them cannot be run: a name or a size that is
     not known, a package that is not installed, a folder that holds no such weights. Nothing is built for
     that.
@@ -83,18 +79,8 @@ def entries(
             check_weights(weights, racer)
         others = racer.dtypes[1:] if len(names) > 1 else ()
         dtypes = [dtype] if dtype is not None else [racer.default_dtype(device), *others]
-        chosen += [Entry(name, racer, wanted, to_dtype(each)) for each in dtypes]
+        chosen += [Entry(name, racer, wanted, dtype_named(each)) for each in dtypes]
     return chosen
-
-
-def check_folder(folder: Path) -> None:
-    """Raise ValueError if rows cannot be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as failure:
-        raise ValueError(f"--out {folder}: the folder cannot be made: {failure.strerror}") from failure
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {folder}: the folder cannot be written to; name another")
 
 
 @dataclass

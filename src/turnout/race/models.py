@@ -3,7 +3,6 @@ call of each."""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import math
@@ -15,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.models.accelerate import accelerate
 from turnout.race import configs
+from turnout.routing.names import not_known
 
 Call = Callable[[Any], Tensor]
 VOCABULARY = 1024  # of every state-space model: its head is one plain product, and the logits stay small
@@ -107,9 +108,7 @@ def racer_named(name: str) -> Racer:
     none."""
     if name in RACERS:
         return RACERS[name]
-    near = difflib.get_close_matches(name, RACERS, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    raise ValueError(f"model {name!r} is not known{hint} one of: {', '.join(RACERS)}, or all")
+    raise not_known("model", name, [*RACERS, "all"])
 
 
 def size_named(name: str, size: str, device: torch.device) -> str:
@@ -120,6 +119,15 @@ def size_named(name: str, size: str, device: torch.device) -> str:
     if size not in sizes:
         raise ValueError(f"{name} has no size {size!r}; one of: {', '.join(sizes)}")
     return size
+
+
+def prepare_accelerated(name: str, size: str, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """The call of a race's model after `accelerate`, without gradients: what `tune(during=...)` is given."""
+    racer, size = racer_named(name), size_named(name, size, device)
+    with torch.no_grad():
+        model, call = racer.make(size, dtype, device)
+        accelerate(model)
+    return lambda: torch.no_grad()(call)(model)
 
 
 def check_weights(folder: Path, racer: Racer) -> None:
@@ -153,7 +161,7 @@ def _package(name: str, wanted: str = "") -> Any:
         has_it = not wanted or hasattr(package, wanted)  # these packages import a class when it is first asked for
     except (ImportError, RuntimeError) as failure:
         if isinstance(failure, ModuleNotFoundError) and failure.name == name:
-            raise ValueError(f"this race needs {name}, which is not installed; pip install {name}") from failure
+            raise ValueError(f"this race needs {name}, which is not installed; pip install 'turnout[race]'") from failure
         said = str(failure).split("\n")[0]
         raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
     if not has_it:

@@ -1,9 +1,9 @@
-"""Frames as PNG, without a picture library."""
+"""Frames as pictures."""
 
 from __future__ import annotations
 
-import struct
-import zlib
+import io
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,23 @@ def frame(output: Tensor, which: int = 0) -> Tensor:
 
 
 def side_by_side(*frames: Tensor, gap: int = 8) -> Tensor:
-    """Frames of one height next to each other, white between them."""
+    """Frames of one height, `[H, W, 3]` each, next to each other, white between them."""
     white = torch.full((frames[0].shape[0], gap, 3), 255, dtype=torch.uint8)
     parts = [part for picture in frames for part in (picture, white)]
     return torch.cat(parts[:-1], 1)
 
 
+def load_pillow() -> Any:
+    """Pillow's Image. Raises ValueError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as missing:
+        raise ValueError("Pillow is not installed, --report needs it: pip install 'turnout[race]'") from missing
+    return Image
+
+
 def png(picture: Tensor) -> bytes:
     """`[H, W, 3]` bytes as a PNG file."""
-    height, width, _ = picture.shape
-    rows = b"".join(b"\0" + bytes(row.flatten().tolist()) for row in picture)  # each row is told to be unfiltered
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits, colour
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows, 6)) + chunk(b"IEND", b"")
+    file = io.BytesIO()
+    load_pillow().fromarray(picture.numpy()).save(file, format="PNG")
+    return file.getvalue()

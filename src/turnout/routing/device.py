@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turnout.routing import versions
+from turnout.routing import machine, versions
+from turnout.routing.names import not_known
 
 KIB, MIB = 2**10, 2**20
+OPTIONAL = frozenset(["flash_attn_interface", "flash_attn.cute"])  # packages that a card asked for by name is without
 
 
 class Figure(NamedTuple):
@@ -36,8 +38,14 @@ class Device:
     Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32" for its mode). capability:
     NVIDIA's compute capability. units: multiprocessors or cores. cache, shared: bytes of the last-level cache, and
     of shared memory that one block may use. sibling: the name of a card with the same processor, whose measured
-    rows stand in where this one has none. triton: the version that compiles for it; None for a card that was asked
-    for by name, of which nobody knows: the newest that was measured counts.
+    rows stand in where this one has none. triton: the version that compiles for it, cudnn: torch's, such as 91900;
+    None for a card that was asked for by name, of which nobody knows: the newest that was measured counts.
+    lacks: packages that routes need and that are not there; None: this machine is asked.
+
+    Of a CPU also: threads, that torch uses. vectors: torch's name of its instructions. one_dnn: the dtypes that
+    oneDNN has kernels for. native_halves: the half types that it has instructions for. one_dnn_limit: the
+    instruction set that oneDNN was told not to go beyond. careful_loop: whether torch's own loop of a convolution
+    loses fewer digits than oneDNN; None: it is tried when first asked.
 
     >>> Device.named("h200").slug
     'nvidia-h200'
@@ -54,6 +62,45 @@ class Device:
     backend: str | None = None
     sibling: str | None = None
     triton: versions.Version | None = None
+    cudnn: int | None = None
+    lacks: frozenset[str] | None = OPTIONAL
+    threads: int = 1
+    vectors: str = ""
+    one_dnn: frozenset[torch.dtype] = frozenset()
+    native_halves: frozenset[torch.dtype] = frozenset()
+    one_dnn_limit: str | None = None
+    careful_loop: bool | None = None
+
+    def has(self, package: str) -> bool:
+        """Whether a package that a route needs is there.
+
+        >>> Device.named("h200").has("triton"), Device.named("h200").has("flash_attn_interface")
+        (True, False)
+        """
+        return machine.has_package(package) if self.lacks is None else package not in self.lacks
+
+    @property
+    def cores(self) -> int:
+        """How many of a CPU's cores torch uses."""
+        return min(self.units, self.threads)
+
+    @property
+    def has_avx512(self) -> bool:
+        """Whether oneDNN uses AVX-512: its bfloat16 kernels need it, and are gone where it was told to do without."""
+        return torch.bfloat16 in self.one_dnn
+
+    @property
+    def loop_adds_carefully(self) -> bool:
+        """Whether torch's own loop of a convolution on this CPU loses fewer digits than oneDNN."""
+        return machine.loop_adds_carefully() if self.careful_loop is None else self.careful_loop
+
+    @property
+    def machine(self) -> dict[str, int | str]:
+        """What a timing depends on besides the problem and the software, as rows keep it. A GPU's: on nothing else."""
+        if self.type != "cpu":
+            return {}
+        found: dict[str, int | str] = {"threads": self.threads, "vectors": self.vectors}
+        return found | ({"one_dnn_limit": self.one_dnn_limit} if self.one_dnn_limit else {})
 
     @property
     def slug(self) -> str:
@@ -86,9 +133,12 @@ class Device:
         matches = [device for device in KNOWN if wanted and wanted in _aliases(device)]
         has_number = any(letter.isdigit() for letter in wanted)
         if not matches or (len(matches) > 1 and not has_number):
-            known = ", ".join(["cpu", *(device.slug for device in KNOWN)])
-            problem = f"fits {', '.join(device.slug for device in matches)}" if matches else "is not known"
-            raise ValueError(f"device {name!r} {problem}; name one of: {known}")
+            known = ["cpu", *(device.slug for device in KNOWN)]
+            if not matches:
+                spellings = {alias: device.slug for device in KNOWN for alias in _aliases(device)}
+                raise not_known("device", name, known, spellings)
+            fitting = ", ".join(device.slug for device in matches)
+            raise ValueError(f"device {name!r} fits {fitting}; name one of: {', '.join(known)}")
         return next((device for device in matches if wanted == _letters(device.name)), matches[0])
 
     @staticmethod
@@ -105,7 +155,7 @@ class Device:
         if device.type != "cuda":
             return _of_other(device.type)
         if not torch.cuda.is_available():
-            return Device(name="unknown CUDA device", type="cuda")
+            return Device(name="unknown CUDA device", type="cuda", lacks=None)
         known = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
         if device.index is not None:
             _seen[device] = known
@@ -148,7 +198,7 @@ def _aliases(device: Device) -> frozenset[str]:
 @functools.cache
 def _of_other(device_type: str) -> Device:
     """A device of neither NVIDIA, AMD nor a CPU: plain Triton routes may take it if Triton has a driver for it."""
-    return Device(name=device_type, type=device_type, backend=_triton_backend(device_type))
+    return Device(name=device_type, type=device_type, backend=_triton_backend(device_type), lacks=None)
 
 
 def _triton_backend(device_type: str) -> str | None:
@@ -167,7 +217,7 @@ def _triton_backend(device_type: str) -> str | None:
 @functools.cache
 def _of_cuda(index: int) -> Device:
     seen = torch.cuda.get_device_properties(index)
-    here: dict[str, Any] = {"triton": versions.minor(versions.triton())}
+    here: dict[str, Any] = {"triton": versions.minor(versions.triton()), "cudnn": machine.cudnn(), "lacks": None}
     known = {device.name: device for device in KNOWN}.get(seen.name)
     if known is not None:
         return replace(known, **here)
@@ -181,14 +231,21 @@ def _of_cuda(index: int) -> Device:
     )  # fmt: skip
 
 
-@functools.cache
 def cpu() -> Device:
-    """A generic CPU: figures measured once. They set the ratio of bytes to fixed costs; `tune` replaces what depends on them."""
+    """This machine's CPU, with figures measured once on another. They set the ratio of bytes to fixed costs; `tune`
+    replaces what depends on them."""
+    return _cpu(torch.get_num_threads(), machine.one_dnn_limit())
+
+
+@functools.cache
+def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
     source = "measured once, 2 cores of an Ice Lake Xeon at 2.8 GHz, torch 2.13: reading 200 MB took 9.8 ms"
     cores = os.cpu_count() or 1
     return Device(
         name="cpu", type="cpu", bandwidth=Figure(21e9, source), units=cores, cache=48 * MIB,
         flops={"float32": Figure(130e9 * cores / 2, source), "float64": Figure(65e9 * cores / 2, source)},
+        lacks=None, threads=threads, vectors=torch.backends.cpu.get_cpu_capability(), one_dnn=machine.one_dnn_dtypes(),
+        native_halves=machine.native_halves(), one_dnn_limit=one_dnn_limit,
     )  # fmt: skip
 
 

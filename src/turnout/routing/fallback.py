@@ -27,6 +27,11 @@ autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
+def autocasts(kind: str) -> bool:
+    """Whether autocast is on for a type of device; torch's own question raises for those that have none, such as meta."""
+    return autocasting() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 class Blocked(NamedTuple):
     """Why no route may take a call."""
 
@@ -82,8 +87,23 @@ def can_read_values(tensor: Tensor) -> bool:
         type(tensor) in PLAIN_TENSORS
         and tensor.device.type in ("cpu", "cuda")
         and not torch.compiler.is_compiling()
+        and not _hidden.get()
         and _rewriting() is None
     )
+
+
+_hidden: ContextVar[bool] = ContextVar("turnout_values_hidden", default=False)
+
+
+@contextlib.contextmanager
+def values_hidden() -> Iterator[None]:
+    """Inside this block nothing depends on the values of a tensor: what runs becomes a graph, which is
+    replayed with others."""
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
 
 
 _derivative_of_backward: ContextVar[bool] = ContextVar("turnout_derivative_of_backward", default=False)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from turnout.routing import settings
+from turnout.routing.names import not_known
 from turnout.routing.op import OPS, Op
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +62,7 @@ def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
         return PUBLIC[name]
     if name in OPS:
         return OPS[name]
-    raise ValueError(f"op {name!r} is not known; one of: {', '.join(sorted({*OPS, *PUBLIC}))}")
+    raise not_known("op", name, sorted({*OPS, *PUBLIC}))
 
 
 def op_named(op: str | Callable[..., Any] | Op) -> Op:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from turnout.routing.names import not_known, one_of
+
 LEVELS = ("exact", "close", "lossy")
 
 
@@ -113,7 +115,7 @@ def split_by(plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
 
 def check_level(level: str) -> str:
     if level not in LEVELS:
-        raise ValueError(f"numerics level {level!r} is not known; one of: {', '.join(LEVELS)}")
+        raise not_known("numerics level", level, LEVELS)
     return level
 
 
@@ -127,11 +129,10 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
     for name, route in sorted(pins.items(), key=lambda pin: pin[0] not in PINNED_TOGETHER):
         ops = PINNED_TOGETHER.get(name, (name,))
         if not all(op in ROUTES for op in ops):
-            known = ", ".join(sorted({*ROUTES, *PINNED_TOGETHER}))
-            raise ValueError(f"op {name!r} is not known; one of: {known}")
+            raise not_known("op", name, sorted({*ROUTES, *PINNED_TOGETHER}))
         routes = dict.fromkeys(known for op in ops for known in (*ROUTES[op], "reference"))
         if route not in routes:
-            raise ValueError(f"op {name} has no route {route!r}; one of: {', '.join(routes)}")
+            raise ValueError(f"op {name} has no route {route!r}; {one_of(route, routes)}")
         by_op.update({op: route for op in ops if route in (*ROUTES[op], "reference")})
     return by_op
 

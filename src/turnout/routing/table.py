@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import typing
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from turnout.routing import store
 from turnout.routing.choose import REFERENCE
@@ -49,7 +46,7 @@ class Table:
         self.rows, self.device = list(rows), device
         self.measured_on = measured_on
         self.problems = list(problems)
-        self._indexes: dict[tuple, Index] = {}
+        self._indexes: dict[str, Index] = {}
 
     def lookup(self, op: Op, problem: Any) -> Measurement | None:
         """The measurement of this problem, or one interpolated between the two nearest sizes of its family."""
@@ -92,13 +89,12 @@ class Table:
 
     def index(self, op: Op) -> Index:
         """The rows of an op that can be read and were measured on a machine like this one."""
-        machine = machine_of(self.device)
-        key = (op.name, *machine.values())  # a program may change its number of threads
-        if key not in self._indexes:
-            self._indexes[key] = self._make_index(op, machine)
-        return self._indexes[key]
+        if op.name not in self._indexes:
+            self._indexes[op.name] = self._make_index(op)
+        return self._indexes[op.name]
 
-    def _make_index(self, op: Op, machine: Mapping[str, int | str]) -> Index:
+    def _make_index(self, op: Op) -> Index:
+        machine = self.device.machine
         by_problem: dict[Any, Row] = {}
         for row in self.rows:
             if row.op != op.name or dict(row.machine) != machine:
@@ -167,15 +163,6 @@ def stale_routes(op: Op, row: Row) -> Iterator[str]:
             continue
         if route is None or row.version.get(name) != route.version or row.code_hash.get(name) != route.code_hash:
             yield name
-
-
-def machine_of(device: Device) -> dict[str, int | str]:
-    """What a timing depends on besides the problem and the software. A GPU's depends on nothing else."""
-    if device.type != "cpu":
-        return {}
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")  # below AVX-512 oneDNN has no half types
-    found: dict[str, int | str] = {"threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
-    return found | ({"one_dnn_limit": limit} if limit else {})
 
 
 class Tables:

@@ -5,9 +5,7 @@ The aten ops are called directly. `torch.nn.attention.sdpa_kernel` would set fla
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -62,8 +60,10 @@ def refuses_efficient(problem: Attention, device: Device) -> Iterator[str]:
         yield f"{problem.heads} heads of q and {problem.kv_heads} of k, this route needs as many"
 
 
-def refuses_flash_attention(problem: Attention, device: Device) -> Iterator[str]:
+def refuses_flash_attention(problem: Attention, device: Device, *, package: str) -> Iterator[str]:
     """FlashAttention 3 and 4: Hopper and newer."""
+    if not device.has(package):
+        yield f"{package} is not installed, this route needs it"
     yield from refuses_flash(problem, device)
     if device.capability is None or device.capability[0] not in (9, 10):
         yield f"device {device.name}, this route needs compute capability 9.x or 10.x"
@@ -111,12 +111,6 @@ def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
 def _output(found: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
     """The output alone: some versions return sums with it."""
     return like_queries((found if isinstance(found, Tensor) else found[0]).transpose(1, 2), q)
-
-
-def has_flash_attention_4() -> bool:
-    """Whether FlashAttention 4 is there, without importing the package it is part of."""
-    found = importlib.util.find_spec("flash_attn")
-    return found is not None and any(Path(place, "cute", "__init__.py").exists() for place in found.submodule_search_locations or ())
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -69,9 +69,9 @@ def filled(problem: Attention, device: Device, rows: int) -> float:
 
 
 def prefers_cudnn(device: Device) -> bool:
-    """torch asks cuDNN first on Hopper and data-centre Blackwell, from cuDNN 9.15 on; a build without cuDNN explains another machine."""
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return device.capability is not None and device.capability[0] in (9, 10) and (version is None or version > 91500)
+    """torch asks cuDNN first on Hopper and data-centre Blackwell, from cuDNN 9.15 on."""
+    newer = device.cudnn is None or device.cudnn > 91500
+    return device.capability is not None and device.capability[0] in (9, 10) and newer
 
 
 def torch_share(problem: Attention, device: Device) -> float:

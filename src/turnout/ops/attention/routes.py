@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -54,30 +55,24 @@ def efficient(
     return by_efficient(q, k, v, causal, scale)
 
 
+def flash_attention(package: str) -> dict[str, Any]:
+    """What FlashAttention 3 and 4 are declared with. They have no cost: only a measurement or a pin takes them."""
+    refuses = functools.partial(backends.refuses_flash_attention, package=package)
+    return {"refuses": refuses, "cost": lambda problem, device: None, "numerics": "close", "version": 1}
+
+
+@ATTENTION.route("flash-attention-3", **flash_attention("flash_attn_interface"))
 def flash_attention_3(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
 ) -> Tensor:
     return by_flash_attention_3(q, k, v, causal, scale)
 
 
+@ATTENTION.route("flash-attention-4", **flash_attention("flash_attn.cute"))
 def flash_attention_4(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
 ) -> Tensor:
     return by_flash_attention_4(q, k, v, causal, scale)
-
-
-def declare_installed() -> None:
-    """FlashAttention 3 and 4 are routes where they are installed. They have no cost: only a measurement or a pin takes them."""
-    declare = functools.partial(
-        ATTENTION.route, refuses=backends.refuses_flash_attention, cost=lambda problem, device: None, numerics="close", version=1
-    )
-    if needs.installed("flash_attn_interface"):
-        declare("flash-attention-3")(flash_attention_3)
-    if backends.has_flash_attention_4():
-        declare("flash-attention-4")(flash_attention_4)
-
-
-declare_installed()
 
 
 def refuses_math(problem: Attention, device: Device) -> Iterator[str]:

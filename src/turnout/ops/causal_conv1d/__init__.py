@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -234,6 +234,18 @@ CAUSAL_CONV1D = Op(
 )  # fmt: skip
 
 
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
+    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    return_final_states: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
+    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    return_final_states: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @public(CAUSAL_CONV1D)
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, seq_idx: Tensor | None = None,

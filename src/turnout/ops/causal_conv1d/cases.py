@@ -12,8 +12,8 @@ from torch import Tensor
 from turnout.measure.peers import compiled
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense
-from turnout.ops.needs import installed
 from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.machine import has_package
 
 Shape = tuple[int, int, int]
 
@@ -83,7 +83,7 @@ def fla(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, 
 
 
 ORDINARY = ("weight",)
-PEERS = {"torch": eager, "torch.compile": compiled(eager)} | ({"fla": fla} if installed("fla") else {})
+PEERS = {"torch": eager, "torch.compile": compiled(eager)} | ({"fla": fla} if has_package("fla") else {})
 
 
 def copy(x: Tensor, *rest: Any) -> Tensor:

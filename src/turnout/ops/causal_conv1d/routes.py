@@ -87,7 +87,7 @@ def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     each = 0.05e-9 * problem.width + (0.55e-9 if problem.activation else 0.4e-9) + (1e-9 if problem.seq_idx else 0)
-    return 80e-6 + problem.elements * each * 2 / min(device.units, torch.get_num_threads())
+    return 80e-6 + problem.elements * each * 2 / device.cores
 
 
 def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +156,18 @@ CAUSAL_CONV3D = Op(
 )  # fmt: skip
 
 
+@overload
+def causal_conv3d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
+    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def causal_conv3d(
+    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
+    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @public(CAUSAL_CONV3D)
 def causal_conv3d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,

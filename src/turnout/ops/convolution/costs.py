@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from turnout.ops.convolution.cpu.winograd import AT_ONCE
-from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop, one_dnn_has_avx512
+from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop
 from turnout.ops.convolution.methods import LONGEST_PART, reached
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
@@ -102,42 +102,37 @@ def gpu_residual(problem: Convolution, device: Device) -> float:
 # CPU
 
 
-def cores(device: Device) -> int:
-    return min(device.units, torch.get_num_threads())
-
-
 def cpu_kernel(problem: Convolution, device: Device) -> float:
     """oneDNN with channels side by side: 150 GFLOP/s a core in float32, filters in vectors of 16, or with AVX2 60 and 8; bytes at 4 GB/s a
     core."""
-    lanes, rate = (16, 150e9) if one_dnn_has_avx512() else (8, 60e9)
+    lanes, rate = (16, 150e9) if device.has_avx512 else (8, 60e9)
     filters = -(-problem.weight[0] // problem.groups // lanes) * lanes * problem.groups
     arithmetic = problem.flops * filters / problem.weight[0] / rate
-    return 60e-6 + (arithmetic + work(problem).bytes / 6e9) / cores(device) * half_factor(problem.dtype)
+    return 60e-6 + (arithmetic + work(problem).bytes / 6e9) / device.cores * half_factor(problem.dtype, device)
 
 
-def half_factor(dtype: torch.dtype) -> float:
+def half_factor(dtype: torch.dtype, device: Device) -> float:
     """How much slower a half type is in oneDNN than float32: 3.4 times where instructions are missing and it works around that."""
-    native = torch.cpu._is_avx512_bf16_supported() if dtype is torch.bfloat16 else torch.cpu._is_amx_fp16_supported()
-    return 1.0 if dtype not in HALVES else (0.6 if native else 3.4)
+    return 1.0 if dtype not in HALVES else (0.6 if dtype in device.native_halves else 3.4)
 
 
 def cpu_relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
-    return 5e-6 + prod(shape) * 4 / 2e9 / cores(device)
+    return 5e-6 + prod(shape) * 4 / 2e9 / device.cores
 
 
 def cpu_reference(problem: Convolution, device: Device) -> float:
-    if on_torchs_own_loop(problem):
+    if on_torchs_own_loop(problem, device):
         if problem.dtype is not torch.float32:
-            return 20e-6 + problem.flops / 0.34e9 * 2 / cores(device)
+            return 20e-6 + problem.flops / 0.34e9 * 2 / device.cores
         columns = prod(problem.output[2:]) * prod(problem.weight[1:]) * 4  # unfolded; tiny ones stay in the cache
         return 15e-6 + columns / (1.5e9 if columns > 2**20 else 8e9) + problem.flops / 100e9
-    return cpu_kernel(problem, device) * (1.0 if problem.output_channels_last else cpu_first_factor(problem))
+    return cpu_kernel(problem, device) * (1.0 if problem.output_channels_last else cpu_first_factor(problem, device))
 
 
-def cpu_first_factor(problem: Convolution) -> float:
+def cpu_first_factor(problem: Convolution, device: Device) -> float:
     """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly, and not at all with AVX2 or for
     half types that have instructions."""
-    slower = one_dnn_has_avx512() and half_factor(problem.dtype) >= 1.0
+    slower = device.has_avx512 and half_factor(problem.dtype, device) >= 1.0
     return 1.5 if slower and min(problem.input[1], problem.weight[0]) <= 96 else 1.0
 
 
@@ -147,7 +142,7 @@ def cpu_first_factor(problem: Convolution) -> float:
 def copying(elements: float, problem: Convolution, device: Device) -> float:
     """Reading or writing that many elements beside the convolution."""
     bytes = elements * problem.dtype.itemsize
-    return 10e-6 + bytes / 4e9 / cores(device) if device.type == "cpu" else LAUNCH / 2 + gpu_moving(bytes, device)
+    return 10e-6 + bytes / 4e9 / device.cores if device.type == "cpu" else LAUNCH / 2 + gpu_moving(bytes, device)
 
 
 def reference_cost(problem: Convolution, device: Device) -> float | None:
@@ -186,7 +181,7 @@ def one_dnn_cost(problem: Convolution, device: Device) -> float:
     """Channels first, into it and out of it where torch has them last."""
     moved = 0.0 if not problem.channels_last else cpu_relayout(problem.input, problem, device)
     moved += 0.0 if not problem.output_channels_last else cpu_relayout(problem.output, problem, device)
-    return cpu_kernel(problem, device) * cpu_first_factor(problem) + moved
+    return cpu_kernel(problem, device) * cpu_first_factor(problem, device) + moved
 
 
 def upcast_cost(problem: Convolution, device: Device) -> float:
@@ -200,9 +195,9 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
     added = 3 * (depth - 1) * work(problem).written
     if device.type == "cpu":
         parts = depth * -(-prod((problem.weight[1], *problem.weight[3:])) // LONGEST_PART)
-        kernels = cpu_kernel(problem, device) * (1.0 if one_dnn_has_avx512() else 1.4)
-        slices = prod(problem.weight) * 12e-9 / cores(device)  # of the weight, cut out and reordered: most of the time where pixels are few
-        return parts * 60e-6 + kernels + slices + added / 12e9 / cores(device) + around(problem, device)
+        kernels = cpu_kernel(problem, device) * (1.0 if device.has_avx512 else 1.4)
+        slices = prod(problem.weight) * 12e-9 / device.cores  # of the weight, cut out and reordered: most of the time where pixels are few
+        return parts * 60e-6 + kernels + slices + added / 12e9 / device.cores + around(problem, device)
     flat = problem._replace(weight=(*problem.weight[:2], 1, *problem.weight[3:]))
     peak = device.flops.get("tf32" if problem.float32.conv == "tf32" else "float32")
     if peak is None:
@@ -245,7 +240,7 @@ def winograd_cost(problem: Convolution, device: Device) -> float:
         pairs = sum(end - first for first, end, _ in spans)
     tiles, wide = problem.input[0] * prod(-(-n // 2) for n in problem.output[-2:]), -(-filters // lanes) * lanes
     products = 32 * tiles * pairs * wide * (channels + 8 * -(-channels // AT_ONCE))
-    rate = (130e9 if 4 * depth * channels * filters <= 2**17 else 110e9) * (1.0 if one_dnn_has_avx512() else 0.5)
+    rate = (130e9 if 4 * depth * channels * filters <= 2**17 else 110e9) * (1.0 if device.has_avx512 else 0.5)
     moved = 64 * tiles * (frames * max(channels, 16) + outputs * wide) / 6.5e9 + 64 * depth * channels * filters / 1e9
     before = 0.0 if problem.channels_last == problem.output_channels_last else cpu_relayout(problem.input, problem, device)
-    return (400e-6 if problem.output_channels_last else 200e-6) + (products / rate + moved) / cores(device) + before
+    return (400e-6 if problem.output_channels_last else 200e-6) + (products / rate + moved) / device.cores + before

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from math import prod
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP, Convolution
 from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
-from turnout.routing.precision import strict_float32
 
 HALVES = (torch.float16, torch.bfloat16)
-_TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)
 LONGEST_SUM = 288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
 SHORT_SUM = 128  # up to here as exact as anything torch does
 LONGEST_OF_PIXELS = 144  # for kernels of one pixel in height and width: 1.6 times the error at 192 products, 1.8 times at 240
-
-
-@functools.cache
-def one_dnn_takes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is there and has kernels for a dtype on this CPU: float16 and bfloat16 need AVX-512 at least."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    return dtype is torch.float32 if asked is None else bool(getattr(torch.ops.mkldnn, asked)())
-
-
-def one_dnn_has_avx512() -> bool:
-    """Its bfloat16 kernels need it, and are gone where it was told to do without (ONEDNN_MAX_CPU_ISA)."""
-    return one_dnn_takes(torch.bfloat16)
 
 
 def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | None = None) -> Iterator[str]:
     """On a CPU: a kernel for the dtype, and outputs that see some input. Others crash in some layouts (torch 2.13)."""
     if device.type != "cpu":
         return
-    if not one_dnn_takes(dtype or problem.dtype):
+    if (dtype or problem.dtype) not in device.one_dnn:
         yield f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, this route needs one"
     reach = [d * (k - 1) for d, k in zip(problem.dilation, problem.weight[2:], strict=False)]
     if any(p > r for p, r in zip(problem.padding, reach, strict=False)):
@@ -48,39 +30,23 @@ def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | Non
         yield f"dilation {problem.dilation} of an input {list(problem.input[2:])}, this route needs outputs that see some input"
 
 
-def on_torchs_own_loop(problem: Convolution) -> bool:
+def on_torchs_own_loop(problem: Convolution, device: Device) -> bool:
     """Whether torch keeps a call on a CPU from oneDNN: few pixels of a single image in float32, or a dtype that it has no kernel for."""
     if problem.dtype is not torch.float32:
-        return not one_dnn_takes(problem.dtype)
+        return problem.dtype not in device.one_dnn
     large_kernel = all(k > 3 for k in problem.weight[-2:])
     return problem.groups == 1 and problem.input[0] == 1 and not large_kernel and prod(problem.input[:4]) <= ON_TORCHS_OWN_LOOP
 
 
-@functools.cache
-def loop_adds_carefully() -> bool:
-    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried once on a small call. MKL adds
-    up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there) than on an Intel."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
-        x, weight = (torch.sin(torch.arange(prod(s), dtype=torch.float64, device="cpu").square()).view(s) for s in _TRIED)
-        true = torch.conv3d(x, weight)
-        call = (x.float(), weight.float(), None)
-        of_loop = torch.ops.aten.slow_conv3d(call[0], call[1], _TRIED[1][2:])
-        of_one_dnn = torch.ops.aten.mkldnn_convolution(*call, [0] * 3, [1] * 3, [1] * 3, 1)
-        return float((of_one_dnn - true).norm()) > 1.35 * float((of_loop - true).norm())
-
-
-def needs_sums_as_careful(problem: Convolution, at_once: int, longest: int) -> Iterator[str]:
+def needs_sums_as_careful(problem: Convolution, device: Device, at_once: int, longest: int) -> Iterator[str]:
     """For `at_once` products that are added up in one go, where torch would take its loop."""
-    if problem.dtype is torch.float32 and at_once > longest and on_torchs_own_loop(problem) and loop_adds_carefully():
+    if problem.dtype is torch.float32 and at_once > longest and on_torchs_own_loop(problem, device) and device.loop_adds_carefully:
         yield f"{at_once} products added up in one go where torch adds more carefully on this CPU, this route needs at most {longest}"
 
 
 def needs_sums_as_exact(problem: Convolution, device: Device, length: int, longest: int | None = None) -> Iterator[str]:
     """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch takes elsewhere."""
-    same = problem.output_channels_last and not on_torchs_own_loop(problem)
+    same = problem.output_channels_last and not on_torchs_own_loop(problem, device)
     longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
     if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
         yield f"sums of {length} products where torch adds more carefully, this route needs at most {longest}"
@@ -110,8 +76,8 @@ def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]
     yield from needs_pixels_in_groups(problem, device)
     yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
     if device.type == "cpu":
-        yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)
-    if problem.channels_last and problem.weight_channels_last and not (device.type == "cpu" and on_torchs_own_loop(problem)):
+        yield from needs_sums_as_careful(problem, device, prod(problem.weight[1:]), SHORT_SUM)
+    if problem.channels_last and problem.weight_channels_last and not (device.type == "cpu" and on_torchs_own_loop(problem, device)):
         yield "input and weight are channels last already, this route needs one that is not"
 
 
@@ -121,18 +87,18 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
     yield from needs_one_dnn(problem, device)
     if device.type != "cpu":
         yield f"device {device.name}, this route needs a CPU"
-    elif problem.invalid() is None and not on_torchs_own_loop(problem):
+    elif problem.invalid() is None and not on_torchs_own_loop(problem, device):
         yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
-    elif not one_dnn_has_avx512():  # without it, channels first are added up in one go too
+    elif not device.has_avx512:  # without it, channels first are added up in one go too
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
-        yield from needs_sums_as_careful(problem, prod(problem.weight[1:]), SHORT_SUM)
+        yield from needs_sums_as_careful(problem, device, prod(problem.weight[1:]), SHORT_SUM)
     elif taps == 1:
-        yield from needs_sums_as_careful(problem, problem.weight[1], 16)
+        yield from needs_sums_as_careful(problem, device, problem.weight[1], 16)
     else:
         # With 192 channels and more the loop's sums are long as well: 1.2 to 1.4 times its error then, with fewer up to 1.9 times.
         at_once = min(problem.weight[1], 16) * taps
         yield from needs_sums_as_exact(problem, device, at_once, 432)
-        yield from needs_sums_as_careful(problem, at_once, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
+        yield from needs_sums_as_careful(problem, device, at_once, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
 
 
 def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
@@ -169,7 +135,7 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
             yield f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, this route needs longer axes"
     elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
         yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM)
-    elif on_torchs_own_loop(problem):
+    elif on_torchs_own_loop(problem, device):
         yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels)
 
 
@@ -178,7 +144,7 @@ def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
     yield from needs_one_dnn(problem, device)
     if problem.invalid() is None and problem.output[2] < 2:
         yield f"{problem.output[2]} output frames, this route needs at least 2"
-    if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem):
+    if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem, device):
         yield "torch keeps this call from oneDNN, this route needs one that it takes there"
     if device.type == "cpu" and problem.groups > 1:  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
         yield f"{problem.groups} groups, this route needs 1 on a CPU"

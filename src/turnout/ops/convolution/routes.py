@@ -11,6 +11,7 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.layout import FIRST, in_format, output_in, torch_format
 from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
+from turnout.routing.device import Device
 from turnout.routing.outputs import returns_own
 
 # Torch's kernels do the work; on a GPU ours copies from one memory format to the other.
@@ -48,7 +49,7 @@ def with_one_dnn(
 ) -> Tensor:  # fmt: skip
     """Channels first: there oneDNN adds up as carefully as torch's own loop does, with AVX-512. Without it sums begin with the bias, which
     is lost in their last digits (1.8 times the error where it is as large as they are)."""
-    first, late = (bias, None) if guards.one_dnn_has_avx512() else (None, bias)
+    first, late = (bias, None) if Device.of(input.device).has_avx512 else (None, bias)
     y = vendor(in_format(input, FIRST), in_format(weight, FIRST), first, stride, padding, dilation, groups)
     if late is not None:
         y = y.add_(late.view(-1, *[1] * len(stride)))

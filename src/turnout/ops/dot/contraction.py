@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.launch import launch, prepare_launch
+from turnout.launch import Launch, LaunchPlan, Workspace, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.layouts import array
+from turnout.ops.layouts import array, contiguous_strides
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Work
+from turnout.routing.prepared import worked_out_once
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -146,12 +147,13 @@ def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
 
 
 SINGLE_LAUNCH: Any = {
-    "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "numerics": "close", "version": 1,
+    "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "prepare": prepare_from_plan,
+    "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 TWO_STAGE: Any = {
     "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=11e-6, start=5e-6, otherwise=0.9)),
-    "configs": two_stage_configs, "numerics": "close", "version": 1,
+    "configs": two_stage_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 CPU_CHUNKS: Any = {
@@ -161,39 +163,50 @@ CPU_CHUNKS: Any = {
 }  # fmt: skip
 
 
-# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is worked out once.
+# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is planned once.
 
 
-def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
-    """What takes the sums of two tensors of this problem. Each sum is the work of one program, or with waves of as many as fill the card so
-    many times; the last one to end then adds up what all have found."""
-    return _prepared_sums(problem, where, Device.of(where).units * waves, block, warps)
+def plan_sums(problem: Any, a: Tensor, b: Tensor, block: int, warps: int, waves: int = 0) -> LaunchPlan:
+    """The launch that takes the sums of two tensors of this problem.
 
-
-@functools.lru_cache(4096)
-def _prepared_sums(problem: Any, where: torch.device, most: int, block: int, warps: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """`most`: programs for all sums together."""
+    Each sum is the work of one program, or with waves of as many as fill the card so many times; the last one to end
+    then adds up what all have found.
+    """
     from turnout.ops.dot.kernels import dot_chunks
 
+    device = a.device
+    sums = _sums_launch(problem, Device.of(device).units * waves, block)
+    out = torch.empty_strided(sums.shape, sums.strides, dtype=a.dtype, device=device)
+    make_room = functools.partial(counters_and_room, device, sums.room)
+    room = Workspace(make_room(), make_room) if sums.constants["CHUNKS"] > 1 else None
+    tensors = (a, b, out, out if room is None else room.tensor)
+    real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
+    launch = Launch(dot_chunks, sums.programs, real, sums.numbers, sums.constants, warps)
+    return LaunchPlan((launch,), out, () if room is None else (room,))
+
+
+class _SumsLaunch(NamedTuple):
+    """All of the launch that follows from the problem; shape and strides are the output's."""
+
+    programs: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    room: int  # float64 numbers for what the programs have found
+
+
+@worked_out_once
+def _sums_launch(problem: Any, most: int, block: int) -> _SumsLaunch:
+    """`most`: programs for all sums together."""
     sums, dtype = problem.contraction(), problem.a_dtype
     parts = 2 if dtype.is_complex else 1
     chunks = max(1, min(most // sums.batch, sums.length // block))
     chunks = chunks if sums.batch <= COUNTERS else 1
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
-    programs = sums.batch * chunks
-    again = prepare_launch(dot_chunks, programs, where, numbers, constants, warps=warps)
-    strides, room = torch.empty(sums.output, device="meta").stride(), sums.batch * chunks * parts
-
-    def summed(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.empty_strided(sums.output, strides, dtype=dtype, device=where)  # quicker than torch.empty
-        tensors = a, b, out, out if chunks == 1 else counters_and_room(where, room)
-        if not again(*tensors):
-            real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
-            launch(dot_chunks, programs, real, numbers, constants, warps=warps)
-        return out
-
-    return summed
+    strides = contiguous_strides(sums.output)
+    return _SumsLaunch(sums.batch * chunks, numbers, constants, sums.output, strides, sums.batch * chunks * parts)
 
 
 def counters_and_room(where: torch.device, size: int) -> Tensor:
@@ -214,11 +227,6 @@ def _new_room(where: torch.device) -> Tensor:
     room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
     torch.cuda.current_stream(where).synchronize()
     return room
-
-
-def bound(op: Op, run: Callable[..., Tensor], args: tuple[Tensor, Tensor], config: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """A route of sums for calls like this one."""
-    return sums_on_gpu(op.problem(*args), args[0].device, **config)
 
 
 def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:

@@ -212,7 +212,7 @@ def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
         return None if passes is None else max(36e-6, moments + passes)
     if device.type == "cpu":
         each = 0.5e-9 + (0.75e-9 * problem.dtype.itemsize if problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU else 0)
-        return 10e-6 + problem.elements * each / min(device.units, torch.get_num_threads())
+        return 10e-6 + problem.elements * each / device.cores
     return None
 
 

@@ -11,13 +11,26 @@ from torch import Tensor
 
 from turnout.ops import needs
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, LARGE_ON_CPU, MOST_AXES, GroupNormSilu
-from turnout.ops.group_norm_silu.blocks import block_sums, grain, moments_of, normalise, normalise_scaled, rows_and_columns
+from turnout.ops.group_norm_silu import routes as shared
+from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums, steps_of
+from turnout.ops.group_norm_silu.blocks import (
+    Where,
+    block_sums,
+    blocks_of,
+    grain,
+    moments_of,
+    normalise,
+    normalise_scaled,
+    rows_and_columns,
+    scaled,
+)
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, fill_border, inside_of, padded_shape, padded_strides
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.layouts import folded
 from turnout.routing.device import Device
 
 NAME = "cpu-block-sums"
+NAME_ON_GPU = "block-sums"
 
 
 def refuses_anywhere(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
@@ -49,7 +62,7 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
     reduced = problem.shape[0] * problem.shape[1] * blocks * (0.6e-9 if rows else 1.7e-9)
     large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
     written = problem.elements * (0.25e-9 + (0.5e-9 * problem.dtype.itemsize if large else 0))
-    return 45e-6 + (sums + reduced + written) / min(device.units, torch.get_num_threads())
+    return 45e-6 + (sums + reduced + written) / device.cores
 
 
 ON_CPU: Any = {
@@ -64,6 +77,13 @@ ON_CPU: Any = {
 def moments(x: Tensor, groups: int, eps: float) -> Tensor:
     """Those of a picture in one piece, `[B, 3, groups]`."""
     return moments_of(block_sums(x, groups), prod(x.shape[1:]) // groups, eps)
+
+
+def room_for(x: Tensor, padding: list[int]) -> Tensor:
+    """Memory for x and a border around it."""
+    shape = padded_shape(x.shape, padding)
+    strides = padded_strides(shape, x.stride(1) == 1 and x.shape[1] > 1)
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
 
 
 @GROUP_NORM_SILU.route(NAME, refuses=refuses_anywhere, **ON_CPU)
@@ -81,8 +101,7 @@ def in_blocks_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor |
 def in_blocks_padded(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
 ) -> Tensor:
-    shape = padded_shape(x.shape, padding)
-    out = torch.empty_strided(shape, padded_strides(shape, x.stride(1) == 1 and x.shape[1] > 1), dtype=x.dtype, device=x.device)
+    out = room_for(x, padding)
     normalise(x, moments(x, groups, eps), weight, bias, silu=silu, out=inside_of(out, padding))
     fill_border(out, padding, mode)
     return out
@@ -94,3 +113,60 @@ def in_blocks_scaled(
     first_apart: bool,
 ) -> Tensor:  # fmt: skip
     return normalise_scaled(x, moments(x, groups, eps), weight, bias, scale, shift, silu=silu, first_apart=first_apart)
+
+
+# Routes on a GPU. Not measured: they have no cost, so that nothing but a pin or a measured row chooses them.
+
+
+def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
+    yield from shared.refuses_on_gpu(problem, device)
+    channels = problem.shape[1]
+    if channels == 1 or (problem.strides[1], problem.out_strides[1]) != (1, 1):
+        yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
+    for name, strides in (("x", problem.strides), ("the output", problem.out_strides)):
+        if steps_of(problem.shape, strides) is None:
+            yield f"{name} with strides {list(strides)}, this route needs dimensions before the rows that are one walk"
+    yield from shared.refuses_sizes(channels // problem.groups, prod(problem.shape[2:]))
+
+
+def no_cost(problem: Any, device: Device) -> None:
+    return None
+
+
+BLOCK_KERNELS = [f"turnout.ops.group_norm_silu.block_kernels:block_{step}" for step in ("sums", "moments", "apply")]
+ON_GPU: Any = {"refuses": refuses_on_gpu, "cost": no_cost, "numerics": "close", "version": 1, "kernels": BLOCK_KERNELS}
+
+
+def norm_on_gpu(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, out: Tensor) -> Tensor:
+    where = Where.whole(x.shape)
+    sums = launch_sums(x, groups, (grain(where.height), grain(where.width)), blocks_of(x.shape, where))
+    return launch_norm(x, launch_moments(sums, prod(x.shape[1:]) // groups, eps), weight, bias, silu, out)
+
+
+@GROUP_NORM_SILU.route(NAME_ON_GPU, **ON_GPU)
+def on_gpu(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+    return norm_on_gpu(x, groups, weight, bias, eps, silu, torch.empty_like(x))
+
+
+@GROUP_NORM_SILU_INTO.route(NAME_ON_GPU, in_place=("x",), fails_before_writing=True, **ON_GPU)
+def on_gpu_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+    norm_on_gpu(x, groups, weight, bias, eps, silu, out)
+
+
+@GROUP_NORM_SILU_PAD.route(NAME_ON_GPU, **ON_GPU)
+def on_gpu_padded(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+) -> Tensor:
+    out = room_for(x, padding)
+    norm_on_gpu(x, groups, weight, bias, eps, silu, inside_of(out, padding))
+    fill_border(out, padding, mode)
+    return out
+
+
+@SPATIAL_NORM_SILU.route(NAME_ON_GPU, **ON_GPU)
+def on_gpu_scaled(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    first_apart: bool,
+) -> Tensor:  # fmt: skip
+    y = norm_on_gpu(x, groups, weight, bias, eps, False, torch.empty_like(x))
+    return scaled(y, scale, shift, silu, first_apart)

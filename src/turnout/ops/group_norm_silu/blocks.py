@@ -19,10 +19,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.ops.group_norm_silu.spatial import repeats
-from turnout.ops.layouts import array, flat, folded
+from turnout.ops.group_norm_silu import block_launches
+from turnout.ops.group_norm_silu.spatial import modulated, repeats
+from turnout.ops.layouts import array, flat, folded, in_format_of
 
 MOST_BLOCKS = 32  # along an axis of a size that is a power of two; fewer than twice as many along others
 
@@ -92,6 +94,9 @@ def block_sums(x: Tensor, groups: int, where: Where | None = None) -> Tensor:
     """
     where = Where.whole(x.shape) if where is None else where
     down, across = blocks_of(x.shape, where)
+    block = (grain(where.height), grain(where.width))
+    if x.device.type != "cpu":
+        return block_launches.launch_sums(x, groups, block, (down, across))
     import numpy as np
 
     kernels, in_shares = _cpu()
@@ -101,7 +106,7 @@ def block_sums(x: Tensor, groups: int, where: Where | None = None) -> Tensor:
     strides = x.stride()
     xh, xw = (strides[-2] if len(sizes) > 1 else 0), (strides[-1] if sizes else 0)
     frames = np.asarray(_offsets(sizes[:-2], strides[2:-2]), np.int64)
-    shape, block = (batch, height, width, channels), (grain(where.height), grain(where.width))
+    shape = (batch, height, width, channels)
     into = array(sums.view(-1, 2, groups))
     if strides[1] == 1 or channels == 1:
         work = functools.partial(kernels.row_sums, flat(x), frames, strides[0], xh, xw, shape, block, into)
@@ -118,6 +123,8 @@ def moments_of(sums: Tensor, count: int, eps: float) -> Tensor:
 
     sums: `[B, down, across, 2, groups]`; count: how many values a group of one batch entry has in the whole.
     """
+    if sums.device.type != "cpu":
+        return block_launches.launch_moments(sums, count, eps)
     kernels, _ = _cpu()
     batch, down, across, _, groups = sums.shape
     moments = torch.empty(batch, 3, groups)
@@ -140,6 +147,8 @@ def normalise(
     True
     """
     out = torch.empty_like(x) if out is None else out
+    if x.device.type != "cpu":
+        return block_launches.launch_norm(x, moments, weight, bias, silu, out)
     kernels, in_shares = _cpu()
     batch, channels, *sizes = x.shape
     lengths, (x_steps, out_steps) = folded(sizes, x.stride()[2:], out.stride()[2:])
@@ -165,6 +174,8 @@ def normalise_scaled(
     *, silu: bool = True, first_apart: bool = False,
 ) -> Tensor:  # fmt: skip
     """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`, channels side by side in x."""
+    if x.device.type != "cpu":
+        return scaled(normalise(x, moments, weight, bias, silu=False), scale, shift, silu, first_apart)
     import numpy as np
 
     kernels, in_shares = _cpu()
@@ -189,6 +200,12 @@ def normalise_scaled(
     )  # fmt: skip
     in_shares(work, batch * prod(sizes))
     return out
+
+
+def scaled(y: Tensor, scale: Tensor, shift: Tensor, silu: bool, first_apart: bool) -> Tensor:
+    """A norm times scale, plus shift, and SiLU by torch's kernels, which on a GPU take each element alike."""
+    found = modulated(y, scale, shift, first_apart)
+    return in_format_of(F.silu(found) if silu else found.clone(), y)
 
 
 def _norm(moments: Tensor, channels: int, weight: Tensor | None, bias: Tensor | None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,16 @@ def _by_token(given: Tensor | None) -> Tensor | None:
     return given.unsqueeze(1) if given is not None and given.dim() == 2 else given
 
 
+@overload
+def layer_norm_modulate(
+    x: Tensor, scale: Tensor | None = ..., shift: Tensor | None = ..., *, weight: Tensor | None = ...,
+    bias: Tensor | None = ..., eps: float = ..., gate: Tensor | None = ..., residual: None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm_modulate(
+    x: Tensor, scale: Tensor | None = ..., shift: Tensor | None = ..., *, weight: Tensor | None = ...,
+    bias: Tensor | None = ..., eps: float = ..., gate: Tensor | None = ..., residual: Tensor,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @public(LAYER_NORM_MODULATE)
 def layer_norm_modulate(
     x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, *, weight: Tensor | None = None, bias: Tensor | None = None,

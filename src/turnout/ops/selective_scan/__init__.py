@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,18 @@ SELECTIVE_SCAN = Op(
 )  # fmt: skip
 
 
+@overload
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = ..., z: Tensor | None = ...,
+    dt_bias: Tensor | None = ..., dt_softplus: bool = ..., initial_state: Tensor | None = ...,
+    return_final_state: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def selective_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = ..., z: Tensor | None = ...,
+    dt_bias: Tensor | None = ..., dt_softplus: bool = ..., initial_state: Tensor | None = ...,
+    return_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @public(SELECTIVE_SCAN)
 def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,

@@ -1,0 +1,35 @@
+"""Whether results can be written, asked before anything is measured: measuring may take minutes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def check_file(option: str, path: Path) -> None:
+    """Raise ValueError, naming the option that gave the path, if no file can be written there.
+
+    A folder that is missing is made; a file that is there stays as it is.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: this is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        with path.open("ab"):
+            pass
+        if not was_there:
+            path.unlink()
+    except OSError as failure:
+        raise ValueError(f"{option} {path}: it cannot be written: {failure.strerror}") from failure
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise ValueError, naming the option that gave the folder, if no file can be written into it; make it if
+    it is missing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as failure:
+        raise ValueError(f"{option} {folder}: the folder cannot be made: {failure.strerror}") from failure
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: the folder cannot be written to; name another")

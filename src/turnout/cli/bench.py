@@ -1,0 +1,135 @@
+"""`turnout bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+
+from turnout.cli.common import DeviceHere, Json, console, errors, print_json
+
+
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
+    device: DeviceHere = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")] = False,
+    seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
+    out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")] = None,
+    roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
+    tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
+    export: Annotated[Path | None, typer.Option(help="With --tune: also write what was measured into this table to ship.")] = None,
+    peers: Annotated[bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")] = True,
+    json: Json = False,
+) -> None:
+    """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
+    Cases called tiny are for tests, and timed only where `--only` asks for them.
+
+    [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
+    """
+    from turnout.bench import roofline as picture
+    from turnout.bench.router import measure_router
+    from turnout.bench.writable import check_file, check_folder
+    from turnout.routing.names import device_here
+    from turnout.routing.op import OPS
+    from turnout.routing.public import op_named
+
+    if export is not None and not tuned:
+        raise ValueError("--export writes what --tune measures; give both")
+    if ops == ["router"]:
+        return _show_router(measure_router(), json)
+    chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
+    if missing and device is not None and (absent := _absent(device)) is not None:
+        return _show_missing(chosen, absent, only, json)
+    here = device_here(device)
+    if out is not None:
+        check_folder("--out", out)
+    if export is not None:
+        check_file("--export", export)
+    if roofline is not None:
+        check_file("--roofline", roofline)
+        picture.load()
+    rows = _measure(chosen, here, only, missing, seconds, out, tuned, export, peers, json)
+    if missing and not rows:
+        errors.print("nothing to measure: a table has every case with the code as it is")
+    if json:
+        for row in rows:
+            print_json(row)
+    if roofline is not None:
+        picture.draw(rows, roofline)
+    if any("wrong" in row for row in rows):
+        raise typer.Exit(1)
+    return None
+
+
+def _measure(
+    ops: list[Any], device: Any, only: str, missing: bool, seconds: float, out: Path | None, tuned: bool,
+    export: Path | None, peers: bool, json: bool,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of the ops' cases; each is shown and written as soon as it is there."""
+    from turnout.bench import report, sweep
+    from turnout.routing.device import Device
+    from turnout.routing.row import Row
+    from turnout.routing.store import export as write
+
+    for op in ops:
+        if not sweep.timed(op, device, only):
+            names = ", ".join(map(str, sweep.timed(op, device)))
+            raise ValueError(f"no case of {op.name} contains {only!r}; the cases are: {names}")
+    ceiling = sweep.ceilings(device)
+    rows: list[dict[str, Any]] = []
+    entries: list[Row] | None = [] if tuned else None
+    for op in ops:
+        path = None if out is None else out / Device.of(device).slug / f"{op.name}.jsonl"
+        of_op = []
+        with errors.status(f"{op.name}: looking for cases"):
+            timed = sweep.timed(op, device, only)
+            cases = [case for case in timed if not missing or sweep.missing(op, case, device)]
+        steps = sweep.sweep(op, cases, device, ceiling, seconds=seconds, tuned=entries, with_peers=peers)
+        for row in track(steps, op.name, total=len(cases), console=errors, disable=json):
+            of_op.append(row)
+            if path is not None:
+                sweep.keep_row(row, path, "case", "dtype")
+            if export is not None and entries:
+                write(entries, Device.of(device), export)
+        rows += of_op
+        if of_op and not json:
+            report.show(of_op, console)
+    return rows
+
+
+def _absent(name: str) -> Any:
+    """The card of a name that torch has no device for: it is asked about, not measured."""
+    from turnout.routing.device import Device
+    from turnout.routing.names import device_here
+
+    try:
+        device_here(name)
+    except ValueError:
+        return Device.named(name)
+    return None
+
+
+def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
+    """List the cases whose times no table of a card has with the code as it is."""
+    from turnout.bench.sweep import absent_cases
+
+    rows = [{"op": op.name, "case": str(case)} for op in ops for case in absent_cases(op, device, only)]
+    if json:
+        return print_json(rows)
+    for row in rows:
+        console.print(f"{row['op']}  {row['case']}")
+    return errors.print(f"{len(rows)} cases that no table of {device.name} has with the code as it is")
+
+
+def _show_router(calls: dict[str, dict[str, float]], json: bool) -> None:
+    from turnout.bench import report
+
+    if json:
+        return print_json(calls)
+    table = report.table("call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call")
+    for name, row in calls.items():
+        table.add_row(name, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
+    return console.print(table)

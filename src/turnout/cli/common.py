@@ -1,0 +1,58 @@
+"""What the commands share: the app, its consoles and options, and how a mistake ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+# Nothing that is printed is markup: names, reasons and paths may have brackets. Colours are given as `Text`.
+console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+
+INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; docs/reference/json.md has the keys.")]
+DeviceHere = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU.")]
+
+
+class Commands(TyperGroup):
+    """The commands. What goes wrong in one ends with one line and exit code 2; Ctrl-C with one and 130.
+
+    A mistake in what was asked, a missing package and a file that cannot be read or written are told apart
+    from faults of the program by their class only: with TURNOUT_TRACEBACK=1 all of them show where they arose.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            errors.print("interrupted; what was kept until now stays")
+            raise typer.Exit(INTERRUPTED) from stop
+        except (ValueError, TypeError, RuntimeError, OSError, ImportError) as mistake:
+            if isinstance(mistake, (typer.Exit, typer.Abort)) or os.environ.get("TURNOUT_TRACEBACK") == "1":
+                raise
+            if isinstance(mistake, BrokenPipeError):  # typer ends quietly when nobody reads any more
+                raise
+            errors.print(Text("error:", "red"), in_a_line(mistake))
+            raise typer.Exit(2) from mistake
+
+
+def in_a_line(mistake: BaseException) -> str:
+    """What a mistake says, with what to do where that follows from its class."""
+    if isinstance(mistake, ModuleNotFoundError) and mistake.name:
+        return f"the package {mistake.name} is not installed; pip install {mistake.name}"
+    if isinstance(mistake, OSError) and mistake.filename is not None:
+        return f"{mistake.filename}: {mistake.strerror}"
+    return " ".join(str(mistake).split()) or type(mistake).__name__
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on a line of its own."""
+    print(json.dumps(value))

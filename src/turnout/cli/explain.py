@@ -1,0 +1,144 @@
+"""`turnout explain`: the arguments of a public function, read from words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from turnout.cli.common import Json
+
+TAKES_ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
+LAYOUTS = ("contiguous", "channels-last", "strides=...")
+
+
+def explain(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(help="The op, e.g. matmul.")],
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")] = "float32",
+    layout: Annotated[str, typer.Option(help="Of tensors with four and five dimensions: contiguous or channels-last.")] = "contiguous",
+    device: Annotated[str | None, typer.Option(help="A device by name, present or not: h200, a100, mi300x, cpu ...")] = None,
+    json: Json = False,
+) -> None:
+    """Which route a call would take and why, also for a GPU that is not here.
+
+    Pass each argument of the function as --name VALUE: a shape for a tensor, else a number, a list, a string,
+    true, false or none. Behind a shape may stand a dtype and a layout of that tensor alone: 8,64:float32,
+    1,96,4,60,104:channels-last, 2,24,4608,128:strides=14155776,128,3072,1. Semicolons separate several
+    tensors or lists. Numbers are a list where the function takes lists as well as tensors (kv_lengths).
+    Omitted arguments take their defaults.
+
+    [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
+
+    [bold]Example[/bold]  turnout explain conv2d --input 1,64,90,160 --weight 64,64,3,3 --layout channels-last
+
+    [bold]Example[/bold]  turnout explain norm_rope_qk --q "1,512,8,64;1,64,8,64" --k "1,512,8,64;1,64,8,64"
+    """
+    from turnout.asking import check_shapes
+    from turnout.asking import explain as ask
+    from turnout.routing.device import Device
+    from turnout.routing.names import device_here, one_of
+    from turnout.routing.public import public_named
+
+    parameters = public_named(op).signature.parameters
+    words = _options(context.args)
+    for name in words:
+        if name not in parameters:
+            raise ValueError(f"{op} has no argument {name}; {one_of(name, parameters)}")
+    arguments = {name: _argument(f"--{name}", parameters[name].annotation, text, dtype, layout) for name, text in words.items()}
+    card = Device.named(device) if device else Device.of(device_here(None))
+    try:
+        check_shapes(op, **arguments)
+        verdict = ask(op, **arguments, device=card)
+    except TypeError as mistake:
+        example = "turnout explain matmul --a 1,4096 --b 4096,1"
+        raise ValueError(f"{op}: {mistake}; for example: {example}") from mistake
+    print(verdict.json() if json else verdict)
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    """--a 1,2 --b=3 as {"a": "1,2", "b": "3"}."""
+    flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
+        raise ValueError(f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1")
+    return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) -> Any:
+    """The value that a word on the command line has for a parameter of this type."""
+    kinds = [kind.strip() for kind in str(annotation).split("|")]
+
+    def any_has(*words: str) -> bool:
+        return any(word in kind for kind in kinds for word in words)
+
+    if text.lower() in ("none", "null"):
+        if "None" not in kinds:
+            raise ValueError(f"{option} none: it needs a value here, it takes {annotation_in_words(kinds)}")
+        return None
+    if any_has("bool"):
+        if text.lower() not in ("true", "false"):
+            raise ValueError(f"{option} {text}: it is neither true nor false")
+        return text.lower() == "true"
+    if ";" in text and any_has("Sequence", "list"):
+        return [_argument(option, annotation, part, dtype, layout) for part in text.split(";")]
+    shape, *others = text.split(":")
+    takes_lists = any(kind.endswith(("[int]", "[int]]")) for kind in kinds)
+    try:
+        numbers = [int(n) for n in shape.split(",") if n]
+    except ValueError as mistake:
+        if any_has("float"):
+            return _float(option, text)
+        if any_has("str"):
+            return text
+        message = f"{option} {text}: shapes are whole numbers with commas between, like 1,4096"
+        raise ValueError(message) from mistake
+    if any_has("Tensor") and (others or not takes_lists):
+        return _tensor(option, numbers, others, dtype, layout)
+    one = len(numbers) == 1 and (not takes_lists or any("int" in kind and "[" not in kind for kind in kinds))
+    if not one and not takes_lists:
+        raise ValueError(f"{option} {text}: it takes {annotation_in_words(kinds)}, not several numbers")
+    return numbers[0] if one else numbers
+
+
+def annotation_in_words(kinds: list[str]) -> str:
+    """A parameter's type without the names of modules: "int or Sequence[int]"."""
+    short = (kind.removeprefix("<class '").removesuffix("'>").split("[")[0].split(".")[-1] for kind in kinds)
+    return " or ".join(dict.fromkeys(short))
+
+
+def _float(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as mistake:
+        raise ValueError(f"{option} {text}: it takes a number, like 1e-6") from mistake
+
+
+def _tensor(option: str, shape: list[int], others: list[str], dtype: str, layout: str) -> Any:
+    """A tensor without memory. `others`: what stood behind the shape, a dtype, a layout, or both."""
+    import torch
+
+    from turnout.routing.names import dtype_named
+
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{option}: shape {shape} has a negative size")
+    for word in others:
+        if word in LAYOUTS[:2] or word.startswith("strides="):
+            layout = word
+        else:
+            dtype = word
+    given_alone = layout in others
+    options: dict[str, Any] = {"dtype": dtype_named(dtype), "device": "meta"}
+    if layout.startswith("strides="):
+        try:
+            strides = [int(n) for n in layout.removeprefix("strides=").split(",")]
+        except ValueError as mistake:
+            raise ValueError(f"{option}: {layout} needs whole numbers with commas between") from mistake
+        if len(strides) != len(shape):
+            raise ValueError(f"{option}: {len(strides)} strides for a shape of {len(shape)} sizes")
+        return torch.empty_strided(shape, strides, **options)
+    if layout not in LAYOUTS[:2]:
+        raise ValueError(f"layout {layout!r} is not known; one of: {', '.join(LAYOUTS[:2])}")
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d} if layout == "channels-last" else {}
+    if given_alone and formats and len(shape) not in formats:
+        raise ValueError(f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}")
+    return torch.empty(shape, **options, memory_format=formats.get(len(shape), torch.contiguous_format))

@@ -1,0 +1,127 @@
+"""`turnout race`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from turnout.cli.common import DeviceHere, Json, console, errors, print_json
+
+
+def race(
+    models: Annotated[list[str] | None, typer.Argument(help="Models by name (see --list), or [bold]all[/bold].")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the models and their sizes, and end.")] = False,
+    size: Annotated[str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own, see --list.")] = None,
+    device: DeviceHere = None,
+    weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
+    numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
+    compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")] = False,
+    rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
+    seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
+    budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
+    missing: Annotated[bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."),
+    ] = True,
+    out: Annotated[Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG."),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write the kernels of the profiled calls as a JSON file for ui.perfetto.dev.")] = None,
+    json: Json = False,
+) -> None:
+    """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes taken.
+
+    Several models, or [bold]all[/bold] of them, run one after the other; each has its row in --out as soon as it is
+    done, so that a run that is cut off loses nothing. Ends with exit code 1 when one of them failed.
+
+    [bold]Example[/bold]  turnout race wan-vae --report wan.html
+
+    [bold]Example[/bold]  turnout race all --budget 600 --rounds 4 --seconds 5 --missing --out benchmarks/results
+    """
+    from turnout.bench.writable import check_file, check_folder
+    from turnout.race import many, page, perfetto
+    from turnout.race.models import RACERS
+    from turnout.routing.names import device_here
+
+    if listed:
+        return _show_racers(json)
+    if not models:
+        raise ValueError(f"no model was named; give some of these, or all: {', '.join(RACERS)}")
+    here = device_here(device)
+    names = list(RACERS) if "all" in models else models
+    for option, path in (("--report", report), ("--trace", trace)):
+        if path is not None and len(names) > 1:
+            raise ValueError(f"{option} is of one race, {len(names)} models were named; race one, or use --out for rows")
+    if trace is not None and not profile:
+        raise ValueError("--trace has what the profiler saw; leave --no-profile out")
+    if missing and out is None:
+        raise ValueError("--missing needs --out, the folder whose rows are asked")
+    if report is not None:
+        page.load()
+    entries = many.entries(names, size, dtype, here, weights)
+    for option, path in (("--report", report), ("--trace", trace)):
+        if path is not None:
+            check_file(option, path)
+    if out is not None:
+        check_folder("--out", out)
+    plan = many.Plan(entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing)
+    failed = 0
+    with errors.status(Text(entries[0].title)) as status:
+        for i, outcome in enumerate(plan.run(_progress(status, steps=errors.is_terminal))):
+            failed += outcome.race is None or outcome.race.verdict == "wrong"
+            if outcome.race is None and len(entries) == 1:
+                raise ValueError(outcome.said)
+            if json:
+                print_json(outcome.row())
+            elif outcome.race is not None and len(entries) == 1:
+                page.show(outcome.race, console)
+            else:
+                console.print(f"{i + 1:3} of {len(entries)}  {outcome.title}: {outcome.said}")
+            if report is not None and outcome.race is not None:
+                page.write(outcome.race, report)
+            if trace is not None and outcome.race is not None:
+                perfetto.write(outcome.race, trace)
+    if plan.left and not json:
+        errors.print(f"{len(plan.left)} left when the budget was spent: {', '.join(plan.left)}")
+    if failed:
+        raise typer.Exit(1)
+    return None
+
+
+def _progress(status: Any, *, steps: bool) -> Any:
+    """Tells how far races are: every step in one line of a terminal, else a line for each model."""
+    told: set[str] = set()
+
+    def tell(race: str, step: str) -> None:
+        if steps:
+            status.update(Text(f"{race}: {step}"))
+        elif race not in told:
+            told.add(race)
+            errors.print(race)
+
+    return tell
+
+
+def _show_racers(json: bool) -> None:
+    """List the models that may race."""
+    from turnout.bench import report
+    from turnout.race.models import RACERS
+
+    if json:
+        return print_json(
+            [
+                {"model": name, "title": r.title, "class": r.model, "sizes": r.sizes, "dtypes": r.dtypes, "note": r.note}
+                for name, r in RACERS.items()
+            ]
+        )
+    table = report.table("model", "what", "dtypes", "note")
+    for name, racer in RACERS.items():
+        table.add_row(name, racer.describe("full"), ", ".join(racer.dtypes), racer.note)
+    return console.print(table)

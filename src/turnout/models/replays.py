@@ -1,0 +1,740 @@
+"""`accelerate(model, graph=True)`: calls that come again are captured in a CUDA graph, and replayed.
+
+A call is *the same* as one before where everything a graph cannot see is: the shapes, strides, dtypes and
+devices of its tensors, all its other arguments, the settings of torch and turnout, the addresses of a cache
+that it goes on with, and the whole state of the model (`ModelSnapshot`). The first such call runs as it would
+without graphs, the second on copies of its inputs, and is captured; from the third on inputs are copied in,
+the graph is replayed, and outputs are copied out. Whatever a graph could get wrong is seen before that, and
+the call runs as it would without graphs, with the reason in the report.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import enum
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from turnout.models import bare, graphs, patch, sdpa
+from turnout.models.patch import Adapter
+from turnout.models.snapshot import PLAIN_TENSORS, REPLAYS, ModelSnapshot, remembered_tensors
+from turnout.routing import fallback, settings
+from turnout.routing.op import TurnoutWarning
+from turnout.routing.precision import get_precision
+
+MOST_GRAPHS = 8  # of one model; the one that was used least recently goes
+_MOST_SEEN = 256  # calls of one model of which it is known that they came once, or cannot be captured
+_MOST_CHANGES = 16  # of a model, one after the other, with no replay between: then no more is captured
+MOST_CARRIED = 2**26  # bytes of a cache that is copied into a graph and back, 0.1 ms of an H200's memory
+_MOST_VALUES = 64  # elements of a tensor on the host whose values tell one call from another
+
+
+class Refused(Exception):
+    """Why a call is not captured."""
+
+
+_c: Any = torch._C
+_copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+
+
+# -- arguments ---------------------------------------------------------------------------------------------
+
+
+class Arguments:
+    """The arguments of a call: a key that is equal for calls alike, and what a graph replaces.
+
+    tensors: those that are copied into a graph, each once. caches: objects that a call goes on with and writes
+    to. The tensors of small ones are among `tensors`, at `carried`, and are copied back; those of large ones,
+    `states`, are read and written where they lie.
+    """
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any], device: torch.device):
+        self.args, self.kwargs, self.device = args, kwargs, device
+        self.tensors: list[Tensor] = []
+        self.caches: list[Any] = []
+        self.carried: list[int] = []
+        self.states: list[Tensor] = []
+        self._in_place: set[int] = set()
+        self._places: dict[int, int] = {}
+        self.key = self._key(args), self._key(kwargs)
+
+    def _key(self, value: Any) -> Any:
+        cls = type(value)
+        if cls in PLAIN_TENSORS:
+            return self._tensor(value)
+        if cls in _BY_VALUE:
+            return cls, value
+        if cls is float:
+            return cls, value.hex()
+        if cls in (tuple, list):
+            return cls, *map(self._key, value)
+        if cls is dict:
+            return cls, *((self._key(name), self._key(each)) for name, each in value.items())
+        if isinstance(value, enum.Enum):
+            return cls, value.name
+        if isinstance(value, tuple) and hasattr(cls, "_fields"):
+            return cls, *map(self._key, value)
+        if _is_cache(value):
+            return self._cache(value)
+        raise Refused(f"an argument of type {cls.__name__}, graphs need tensors, plain values and caches")
+
+    def _tensor(self, x: Tensor) -> Any:
+        place = self._places.get(id(x))
+        if place is not None:
+            return "same", place
+        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
+            raise Refused(f"a tensor of layout {x.layout}, or one that is lazily conjugated or negated")
+        if x.device != self.device:
+            if x.device.type != "cpu" or x.numel() > _MOST_VALUES:
+                raise Refused(f"a tensor {list(x.shape)} on {x.device} for a model on {self.device}")
+            return "values", x.shape, x.dtype, repr(x.detach().tolist())
+        self._places[id(x)] = len(self.tensors)
+        self.tensors.append(x)
+        return "tensor", x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+
+    def _cache(self, value: Any) -> Any:
+        self.caches.append(value)
+        held: list[Tensor] = []
+        structure = _walked(value, held)
+        if sum(x.nbytes for x in held) > MOST_CARRIED:
+            self._in_place.add(id(value))
+            self.states += held
+            return "cache", structure, *((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in held)
+        layouts = [self._tensor(x) for x in held]
+        self.carried += [self._places[id(x)] for x in held if id(x) in self._places]
+        return "carried cache", structure, *layouts
+
+    def is_same_after(self) -> bool:
+        """Whether the call has changed nothing but values in its tensors: no container, no cache's memory."""
+        now = Arguments(self.args, self.kwargs, self.device)
+        return now.key == self.key and list(map(id, now.tensors)) == list(map(id, self.tensors))
+
+    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any], list[Any]]:
+        """The arguments with others in the place of `tensors`, in containers and caches of their own, and
+        these caches."""
+        memo: Any = {key: tensors[place] for key, place in self._places.items()}
+        caches: list[Any] = []
+
+        def replaced(value: Any) -> Any:
+            cls = type(value)
+            if cls in PLAIN_TENSORS:
+                place = self._places.get(id(value))
+                return value.detach().clone() if place is None else tensors[place]
+            if cls in (tuple, list):
+                return cls(map(replaced, value))
+            if cls is dict:
+                return {name: replaced(each) for name, each in value.items()}
+            if _is_cache(value):
+                caches.append(value if id(value) in self._in_place else copy.deepcopy(value, memo))
+                return caches[-1]
+            return cls(*map(replaced, value)) if isinstance(value, tuple) and hasattr(cls, "_fields") else value
+
+        return replaced(self.args), replaced(self.kwargs), caches
+
+
+_BY_VALUE = frozenset({
+    type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
+    type(Ellipsis),
+})  # fmt: skip
+
+
+def _is_cache(value: Any) -> bool:
+    """Whether a value is a cache of transformers, whose tensors are written in place at fixed addresses."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def _walked(value: Any, tensors: list[Tensor]) -> tuple:
+    """What a cache holds, but for its tensors; `tensors` gets those."""
+    found: list[Any] = []
+    pending, seen = [value], set[int]()
+    while pending:
+        each = pending.pop()
+        cls = type(each)
+        found.append(cls)
+        if cls in PLAIN_TENSORS:
+            tensors.append(each)
+        elif cls in _BY_VALUE or cls is float:
+            found.append(each)
+        elif cls is dict:
+            found += each
+            pending += each.values()
+        elif cls in (list, tuple):
+            found.append(len(each))
+            pending += each
+        elif isinstance(getattr(each, "__dict__", None), dict) and not callable(each):
+            if id(each) not in seen:
+                seen.add(id(each))
+                found += vars(each)
+                pending += vars(each).values()
+        else:
+            raise Refused(f"a cache that holds a {cls.__name__}")
+    return tuple(found)
+
+
+class Distinct:
+    """The elements of some tensors that are places of their own in memory: one step of each expanded axis."""
+
+    def __init__(self, like: list[Tensor]):
+        self._parts: list[tuple[int, list[int], tuple[int, ...]]] = []
+        for i, x in enumerate(like):
+            layout = zip(x.shape, x.stride(), strict=True)
+            sizes = [1 if stride == 0 else size for size, stride in layout]
+            reach = 1
+            for stride, size in sorted((n, size) for n, size in zip(x.stride(), sizes, strict=True) if size > 1):
+                if stride < reach:
+                    given = f"a tensor {list(x.shape)} of strides {list(x.stride())}"
+                    raise Refused(f"{given}, which overlaps itself")
+                reach += stride * (size - 1)
+            if sizes != list(x.shape):
+                self._parts.append((i, sizes, x.stride()))
+
+    def of(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Those elements of tensors with the same layouts."""
+        if not self._parts:
+            return tensors
+        found = list(tensors)
+        for i, sizes, strides in self._parts:
+            found[i] = found[i].as_strided(sizes, strides)
+        return found
+
+
+class Buffers:
+    """Memory for the tensors of a call, from which a graph reads them."""
+
+    def __init__(self, like: list[Tensor]):
+        self._distinct = Distinct(like)
+        self.tensors = [graphs.buffer_like(x) for x in like]
+        self._written = self._distinct.of(self.tensors)
+        self.fill(like)
+
+    def fill(self, given: list[Tensor]) -> None:
+        """Copy in the tensors of a call."""
+        if given:
+            _copy_all(self._written, self._distinct.of(given))
+
+    def give_back(self, given: list[Tensor], places: list[int]) -> None:
+        """Copy out to those tensors of a call that it has written into."""
+        if places:
+            into = self._distinct.of(given)
+            _copy_all([into[i] for i in places], [self._written[i] for i in places])
+
+    def versions(self) -> list[int]:
+        return [x._version for x in self.tensors]
+
+
+# -- outputs -----------------------------------------------------------------------------------------------
+
+
+class Outputs:
+    """What a call returned: its structure, and the tensors in it that the caller is to have of his own."""
+
+    def __init__(self, value: Any, given: list[Tensor], caches: list[Any], weights: set[int]):
+        self.tensors: list[Tensor] = []
+        self._given = {id(x): i for i, x in enumerate(given)}
+        self._caches = {id(x): i for i, x in enumerate(caches)}
+        self._foreign = weights | {x.untyped_storage()._cdata for x in given}
+        self.spec = self._describe(value)
+        self._distinct = Distinct(self.tensors)
+        self._written = self._distinct.of(self.tensors)
+        self.layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
+
+    def _describe(self, value: Any) -> Any:
+        cls = type(value)
+        if id(value) in self._given:
+            return "given", self._given[id(value)]
+        if id(value) in self._caches:
+            return "cache", self._caches[id(value)]
+        if cls in PLAIN_TENSORS:
+            if value.requires_grad or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+                raise Refused("it returns a tensor that graphs cannot copy")
+            if value.untyped_storage()._cdata in self._foreign:
+                raise Refused("it returns a view of an argument or of a weight")
+            self.tensors.append(value)
+            return "tensor", len(self.tensors) - 1
+        if cls in _BY_VALUE or cls is float:
+            return "value", value
+        if cls in (tuple, list) or (isinstance(value, tuple) and hasattr(cls, "_fields")):
+            return "sequence", cls, *map(self._describe, value)
+        if isinstance(value, dict) and (cls is dict or dataclasses.is_dataclass(value)):
+            return "mapping", cls, *((name, self._describe(each)) for name, each in value.items())
+        raise Refused(f"it returns a {cls.__name__}, graphs need tensors, plain values and containers of them")
+
+    def is_like(self, other: Outputs) -> bool:
+        return self.spec == other.spec and self.layouts == other.layouts
+
+    def allocated(self) -> list[Tensor]:
+        """Memory for the tensors of one call."""
+        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in self.tensors]
+
+    def copy_to(self, tensors: list[Tensor]) -> None:
+        """Give a caller what is in the tensors."""
+        if tensors:
+            _copy_all(self._distinct.of(tensors), self._written)
+
+    def handed_out(self, tensors: list[Tensor], call: Arguments) -> Any:
+        """The outputs of a call, with these tensors; what it returned of its arguments is the caller's."""
+        return _built(self.spec, tensors, call)
+
+
+def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
+    kind, *rest = spec
+    if kind == "tensor":
+        return tensors[rest[0]]
+    if kind == "value":
+        return rest[0]
+    if kind == "given":
+        return call.tensors[rest[0]]
+    if kind == "cache":
+        return call.caches[rest[0]]
+    cls, *inner = rest
+    if kind == "mapping":
+        return cls(**{name: _built(each, tensors, call) for name, each in inner})
+    values = [_built(each, tensors, call) for each in inner]
+    return cls(*values) if hasattr(cls, "_fields") else cls(values)
+
+
+# -- settings ----------------------------------------------------------------------------------------------
+
+_flags: list[Callable[[], Any]] = [
+    getter for name in (
+        "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_deterministic_algorithms",
+        "_get_deterministic_fill_uninitialized_memory", "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
+        "_get_math_sdp_allow_fp16_bf16_reduction", "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled",
+        "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_fa3_sdp_enabled",
+        "_get_mkldnn_enabled", "_get_mkldnn_deterministic",
+    )
+    if (getter := getattr(_c, name, None)) is not None
+]  # fmt: skip
+
+
+def _settings(device: torch.device) -> tuple:
+    """Whatever torch, turnout and diffusers are set to that may change what a call runs."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return (
+        settings.entered.get(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
+        torch.get_default_dtype(), F.scaled_dot_product_attention, tuple(sdpa._priority()),
+        get_precision("cuda", "matmul"), get_precision("cuda", "conv"), get_precision("mkldnn", "matmul"),
+        get_precision("mkldnn", "conv"), torch.get_num_threads() if kind == "cpu" else 0, _attention_backend(),
+        _default_device(), *[flag() for flag in _flags],
+    )  # fmt: skip
+
+
+def _attention_backend() -> Any:
+    module = sys.modules.get("diffusers.models.attention_dispatch")
+    return None if module is None else module._AttentionBackendRegistry.get_active_backend()[0]
+
+
+def _default_device() -> Any:
+    return torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None
+
+
+def _rewritten() -> str | None:
+    """Who else wants to see what a call runs, op by op."""
+    reason = fallback._rewriting()
+    if reason is not None:
+        return reason
+    if torch._C._is_torch_function_mode_enabled() and sdpa._has_foreign_function_mode():
+        return "a TorchFunctionMode is active"
+    return "global hooks on modules" if any(bare._GLOBAL_HOOKS) else None
+
+
+def _random_states(device: torch.device) -> list[Any]:
+    """What moves on when random numbers are drawn."""
+    states: list[Any] = [torch.default_generator.get_state()]
+    if device.type == "cuda":
+        generator = torch.cuda.default_generators[device.index]
+        states.append(torch.tensor([generator.initial_seed(), generator.get_offset()]))
+    return states
+
+
+# -- calls -------------------------------------------------------------------------------------------------
+
+
+class _Graph(NamedTuple):
+    """A captured call: what replays it, where it reads and what it returned; the states that it writes."""
+
+    replay: Callable[[], None]
+    buffers: Buffers
+    outputs: Outputs
+    moved: list[int]  # places among the tensors of a call, of those that are copied back
+    written: list[int]  # places among the states of a call
+    alive: list[Tensor]  # read by the graph, and held by caches that may forget them
+
+
+_SEEN = "seen once"
+
+
+class Replays:
+    """The graphs of one model, its state as they rely on it, and what became of its calls.
+
+    It is an attribute of the model, so both go together. A copy of the model begins without graphs.
+    """
+
+    def __init__(self) -> None:
+        self.captured = self.replayed = 0
+        self.eager: collections.Counter[str] = collections.Counter()  # reasons, and of how many calls
+        self.dropped: collections.Counter[str] = collections.Counter()  # reasons, and how often graphs went
+        self._lock = threading.RLock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._known: collections.OrderedDict[Any, _Graph | str] = collections.OrderedDict()
+        self._model: weakref.ref[Any] | None = None
+        self._snapshot: ModelSnapshot | None = None
+        self._engine: Any = None
+        self._running = False
+        self._changes = 0
+        self._warned: set[str] = set()
+        self._unfit: dict[torch.device, str | None] = {}  # why nothing of the model as it is may be captured
+
+    def __deepcopy__(self, memo: dict) -> Replays:
+        return Replays()
+
+    def __reduce__(self) -> tuple:
+        return Replays, ()
+
+    @property
+    def graphs(self) -> int:
+        """How many there are now."""
+        return sum(isinstance(each, _Graph) for each in self._known.values())
+
+    def lines(self) -> Iterator[str]:
+        """What became of the calls, for a report."""
+        yield f"{self.captured} captured, {self.replayed} replayed, {self.graphs} held"
+        yield from (f"{count} not captured: {reason}" for reason, count in self.eager.most_common())
+        yield from (f"{count} times captured anew: {reason}" for reason, count in self.dropped.most_common())
+
+    def release(self) -> None:
+        """Free every graph, and the memory that they work in."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.drain()
+            self._begin()
+
+    def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The outputs of `run(*args, **kwargs)`, the stock method of a model, by a graph where there is one."""
+        try:
+            device = self._device(model, args, kwargs)
+            call = Arguments(args, kwargs, device)
+            key = call.key, device, _settings(device)
+            with self._lock:
+                known = self._look_up(model, key)
+                if isinstance(known, _Graph):
+                    return self._replay(known, call, key)
+                if known is _SEEN:
+                    return self._capture(model, run, call, key)
+        except Refused as refused:  # before anything was run
+            self.eager[str(refused)] += 1
+            return run(*args, **kwargs)
+        return self._first(run, call, key)
+
+    def _device(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+        """Where a call runs; raises for calls of which nothing may be captured whatever their arguments."""
+        rewritten = _rewritten()
+        if rewritten is not None:
+            raise Refused(f"{rewritten}, graphs need a plain call")
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        if not tensors:
+            raise Refused("no tensor among the arguments")
+        devices = dict.fromkeys(x.device for x in tensors)
+        device = next((each for each in devices if each.type in graphs.ENGINES), None)
+        if device is None:
+            raise Refused(f"{' and '.join(map(str, devices))}: CUDA graphs need a CUDA device")
+        if graphs.ENGINES[device.type].is_capturing():
+            raise Refused("a capture of the caller's is under way")
+        if torch.is_grad_enabled():
+            wanted = any(x.requires_grad for x in tensors) or any(x.requires_grad for x in model.parameters())
+            if wanted:
+                raise Refused("gradients are wanted: call it under torch.no_grad() or torch.inference_mode()")
+        return device
+
+    def _look_up(self, model: nn.Module, key: Any) -> _Graph | str | None:
+        """What is known of such a call, the model being what it was; None: nothing. Raises where it is not to
+        be captured."""
+        if self._running:
+            raise Refused("a call inside another one of the same model")
+        if self._model is None:
+            self._model = weakref.ref(model)
+        if self._model() is not model:
+            raise Refused("a shallow copy of the model that graph=True was given for")
+        known = self._known.get(key)
+        if known is None:
+            return None
+        self._known.move_to_end(key)
+        if known is not _SEEN and not isinstance(known, _Graph):
+            raise Refused(known)
+        if self._snapshot is not None:
+            change = self._snapshot.change()
+            if change is not None:
+                self._forget(change)
+                return None
+        return known
+
+    def _forget(self, change: str) -> None:
+        """Drop every graph: the model is another one."""
+        if self.graphs:
+            self.dropped[change] += 1
+            self._engine.drain()
+        self._known.clear()
+        self._snapshot = None
+        self._changes += 1
+
+    def _note(self, key: Any, known: _Graph | str) -> None:
+        self._known[key] = known
+        self._known.move_to_end(key)
+        while len(self._known) > _MOST_SEEN:
+            self._known.popitem(last=False)
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, TurnoutWarning, stacklevel=7)
+
+    def _first(self, run: Callable[..., Any], call: Arguments, key: Any) -> Any:
+        """A call that nothing is known of: as it would be without graphs. What it does is looked at."""
+        states = _random_states(call.device)
+        inputs = [x for i, x in enumerate(call.tensors) if i not in call.carried]
+
+        def versions() -> list[int | None]:
+            return list(map(fallback.version_of, inputs))
+
+        before = versions()
+        result = run(*call.args, **call.kwargs)
+        with self._lock:
+            self.eager["the first of its kind"] += 1
+            try:
+                Outputs(result, call.tensors, call.caches, set())
+                if not all(map(torch.equal, states, _random_states(call.device))):
+                    raise Refused("it draws random numbers")
+                if not call.is_same_after():
+                    raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
+                if before != versions():
+                    raise Refused("it writes into an argument")
+                self._note(key, _SEEN)
+            except Refused as refused:
+                self._note(key, str(refused))
+        return result
+
+    def _capture(self, model: nn.Module, run: Callable[..., Any], call: Arguments, key: Any) -> Any:
+        """The second call of its kind: run on copies of its inputs, and captured. Raises `Refused` where it is
+        to run as it would without graphs, and has not run."""
+        snapshot = self._prepared(model, call.device)
+        try:
+            self._make_room()
+            buffers = Buffers(call.tensors)
+            call.with_tensors(buffers.tensors)
+        except torch.OutOfMemoryError:
+            raise self._without(key, "out of memory for copies of the inputs") from None
+        except Refused as refused:
+            self._note(key, str(refused))
+            raise
+        except Exception as failure:  # of a cache that does not know how to be copied
+            self._note(key, f"a cache that cannot be copied ({graphs.reason_of(failure)})")
+            raise Refused("a cache that cannot be copied") from None
+
+        caches: list[Any] = []
+
+        def captured_run() -> Any:
+            args, kwargs, caches[:] = call.with_tensors(buffers.tensors)
+            with _as_now(call.device):
+                return run(*args, **kwargs)
+
+        filled, states = buffers.versions(), _random_states(call.device)
+        versions = list(map(fallback.version_of, call.states))
+        self._running = True
+        try:
+            try:
+                first = self._engine.run_beside(captured_run)
+            except torch.OutOfMemoryError:
+                if call.states:  # nobody can tell what was written
+                    raise
+                raise self._without(key, "out of memory on copies of the inputs") from None
+            moved = [i for i, version in enumerate(buffers.versions()) if version != filled[i]]
+            buffers.give_back(call.tensors, moved)
+            try:
+                if not set(moved) <= set(call.carried):
+                    raise Refused("it writes into an argument")
+                self._check(snapshot, call, caches, buffers, states)
+                outputs = Outputs(first, buffers.tensors, caches, snapshot.storages())
+            except Refused as refused:
+                self._note(key, str(refused))
+                return _own(first)
+            try:
+                made = outputs.allocated()
+            except torch.OutOfMemoryError:
+                self._without(key, "out of memory for what it returns")
+                return _own(outputs.handed_out(outputs.tensors, call))
+            outputs.copy_to(made)
+            result = outputs.handed_out(made, call)
+            del first, made
+            now = list(map(fallback.version_of, call.states))
+            written = [i for i, version in enumerate(now) if version != versions[i]]
+            try:
+                graph = self._engine.capture(captured_run)
+                again = Outputs(graph.outputs, buffers.tensors, caches, snapshot.storages())
+                self._check(snapshot, call, caches, buffers, None)
+                if not again.is_like(outputs):
+                    raise Refused("it returned other shapes when it was captured")
+            except Refused as refused:
+                self._note(key, str(refused))
+            except Exception as failure:
+                reason = f"it could not be captured ({graphs.reason_of(failure)})"
+                if isinstance(failure, torch.OutOfMemoryError):
+                    reason = "out of memory while it was captured"
+                self._note(key, reason)
+                name = type(model).__name__
+                self._warn(f"turnout: {name} runs without a graph: {reason}; graph=False asks for none")
+            else:
+                alive = list(remembered_tensors([type(x) for x in (model, *snapshot.modules)]))
+                self._note(key, _Graph(graph.replay, buffers, again, moved, written, alive))
+                self.captured += 1
+            return result
+        finally:
+            self._running = False
+
+    def _prepared(self, model: nn.Module, device: torch.device) -> ModelSnapshot:
+        """The model's state, if a graph may be captured of it."""
+        if self._changes >= _MOST_CHANGES:
+            raise Refused("the model changes from call to call")
+        if self._snapshot is None:
+            self._snapshot = ModelSnapshot(model, for_graph=True)
+            self._unfit = {}
+        if device not in self._unfit:
+            self._unfit[device] = self._snapshot.unfit(device)
+        reason = self._unfit[device]
+        if reason is not None:
+            raise Refused(reason)
+        if self._engine is None or self._engine.device != device:
+            if self._engine is not None:
+                self._drop_graphs()
+            self._engine = graphs.ENGINES[device.type](device)
+        return self._snapshot
+
+    def _make_room(self) -> None:
+        held = [key for key, known in self._known.items() if isinstance(known, _Graph)]
+        if len(held) >= MOST_GRAPHS:
+            self._engine.drain()
+            del self._known[held[0]]  # the least recently used: `_look_up` moves what is used to the end
+
+    def _drop_graphs(self) -> None:
+        self._engine.drain()
+        for key in [key for key, known in self._known.items() if isinstance(known, _Graph)]:
+            del self._known[key]
+
+    def _check(
+        self, snapshot: ModelSnapshot, call: Arguments, caches: list[Any], buffers: Buffers, states: list[Any] | None
+    ) -> None:  # fmt: skip
+        """That a run on buffers has changed nothing but values in tensors of caches."""
+        change = snapshot.change()
+        if change is not None:
+            raise Refused(f"{change} by the call itself")
+        if not call.is_same_after():
+            raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
+        for ours, theirs in zip(caches, call.caches, strict=True):
+            held: list[Tensor] = []
+            same = ours is theirs or _walked(ours, held) == _walked(theirs, [])
+            if not same or not {id(x) for x in held} <= {id(x) for x in buffers.tensors}:
+                vars(theirs).update(vars(ours))  # the caller's goes on with what the run has made of the copy
+                raise Refused("a cache grows, moves or counts")
+        if states is not None and not all(map(torch.equal, states, _random_states(call.device))):
+            raise Refused("it draws random numbers")
+
+    def _without(self, key: Any, reason: str) -> Refused:
+        """Free all graphs for a call for whose own there is no memory; it then runs as it would without."""
+        self._drop_graphs()
+        self._note(key, reason)
+        self._warn(f"turnout: {reason}: its graphs were freed, and such calls run without")
+        return Refused(reason)
+
+    def _replay(self, graph: _Graph, call: Arguments, key: Any) -> Any:
+        """The outputs of a call by its graph. Raises where there is no memory for them, before anything is
+        written."""
+        try:
+            made = graph.outputs.allocated()
+        except torch.OutOfMemoryError:
+            raise self._without(key, "out of memory for what a graph returns") from None
+        with self._engine.ordered():
+            graph.buffers.fill(call.tensors)
+            graph.replay()
+            graph.outputs.copy_to(made)
+            graph.buffers.give_back(call.tensors, graph.moved)
+        if graph.written:
+            torch.autograd.graph.increment_version([call.states[i] for i in graph.written])
+        self.replayed += 1
+        self._changes = 0
+        return graph.outputs.handed_out(made, call)
+
+
+@contextlib.contextmanager
+def _as_now(device: torch.device) -> Iterator[None]:
+    """Autocast as it is, with a memory of its own: weights that were cast outside would not outlive it."""
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
+        yield
+
+
+def _own(value: Any) -> Any:
+    """What a run beside has returned, in memory of the current stream."""
+    for x in tree_leaves(value):
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.record_stream(torch.cuda.current_stream(x.device))
+    return value
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+class GraphedForward(Adapter):
+    """calls that come again are replayed as CUDA graphs"""
+
+    exact = True
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.compiler.is_compiling():
+            return stock(*args, **kwargs)
+        return vars(self)[REPLAYS].call(self, stock, args, kwargs)
+
+
+class GraphedDecode(Adapter):
+    """decodes that come again are replayed as CUDA graphs"""
+
+    exact = True
+
+    def _decode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stock = super()._decode  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.compiler.is_compiling():
+            return stock(*args, **kwargs)
+        return vars(self)[REPLAYS].call(self, stock, args, kwargs)
+
+
+def install(model: nn.Module) -> Replays:
+    """Replay the calls of a model that come again: of an autoencoder its decodes, else its forward."""
+    replays = vars(model)[REPLAYS] = Replays()
+    patch.apply(model, GraphedDecode if hasattr(model, "_decode") else GraphedForward, None)
+    return replays
+
+
+def uninstall(model: object) -> None:
+    """Free what `install` has captured; the class of the model is `patch.undo`'s."""
+    replays = getattr(model, "__dict__", {}).pop(REPLAYS, None)
+    if replays is not None:
+        replays.release()

@@ -1,0 +1,84 @@
+"""What this machine is, as far as a choice depends on it: packages, and on a CPU threads, instructions, oneDNN.
+
+Only `Device.of` asks here. Guards and costs read their `Device`, which may as well describe another machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from math import prod
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from turnout.routing.precision import strict_float32
+
+_TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)  # input and weight of the call that is tried
+
+
+@functools.cache
+def has_package(name: str) -> bool:
+    """Whether a package, or a part of one ("flash_attn.cute"), can be imported; nothing is imported for that.
+
+    >>> has_package("torch.nn"), has_package("torch.nothing"), has_package("no_such_package")
+    (True, False, False)
+    """
+    package, _, part = name.partition(".")
+    if package in sys.modules and sys.modules[package] is None:
+        return False
+    found = importlib.util.find_spec(package)
+    if found is None or not part:
+        return found is not None
+    places = found.submodule_search_locations or ()
+    return any(Path(place, part + ending).exists() for place in places for ending in (".py", "/__init__.py"))
+
+
+@functools.cache
+def one_dnn_dtypes() -> frozenset[torch.dtype]:
+    """The dtypes that oneDNN has kernels for on this CPU: float16 and bfloat16 need AVX-512 at least."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    halves = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return frozenset([torch.float32, *(dtype for dtype, is_supported in halves.items() if is_supported())])
+
+
+@functools.cache
+def native_halves() -> frozenset[torch.dtype]:
+    """The half types that this CPU multiplies by instructions of its own."""
+    native = {torch.bfloat16: torch.cpu._is_avx512_bf16_supported(), torch.float16: torch.cpu._is_amx_fp16_supported()}
+    return frozenset(dtype for dtype, has_instructions in native.items() if has_instructions)
+
+
+def one_dnn_limit() -> str | None:
+    """The instruction set that oneDNN was told not to go beyond; below AVX-512 it has no half types."""
+    return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
+
+
+@functools.cache
+def loop_adds_carefully() -> bool:
+    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried once
+    on a small call. MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there) than on an
+    Intel."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
+        x, weight = (torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape) for shape in _TRIED)
+        exact = torch.conv3d(x, weight)
+        call = (x.float(), weight.float(), None)
+        of_loop = torch.ops.aten.slow_conv3d(call[0], call[1], _TRIED[1][2:])
+        of_one_dnn = torch.ops.aten.mkldnn_convolution(*call, [0] * 3, [1] * 3, [1] * 3, 1)
+        return float((of_one_dnn - exact).norm()) > 1.35 * float((of_loop - exact).norm())
+
+
+@functools.cache
+def cudnn() -> int | None:
+    """The version of cuDNN, such as 91900; None in a build of torch without it."""
+    return torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
