@@ -240,8 +240,9 @@ class Op:
             raise settings.Asked(self, args)
         if isinstance(now, settings.Split):
             run = now.plan(self, args)
-            is_kept = cache_key is not None and not is_planning()
-            return (self._cache(cache_key, run, _clearings) if is_kept else run)(*args)
+            if cache_key is None or is_planning():
+                return run(*args)
+            return self._cache(cache_key, run, _clearings)(*args)
         if cache_key is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
