@@ -65,6 +65,8 @@ class Route:
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an argument.
+    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the whole's, bit
+    for bit; None where that is not known.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Route:
     kernels: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     fails_before_writing: bool = False
+    grain: int | None = None
 
     @functools.cached_property
     def code_hash(self) -> str:
@@ -157,6 +160,7 @@ class Op:
         self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
         configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), prepare: Prepare | None = None,
         kernels: Sequence[str] = (), in_place: Sequence[str] = (), fails_before_writing: bool = False,
+        grain: int | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
         """Declare a route: see CONTRIBUTING, "Add a route".
 
@@ -181,7 +185,18 @@ class Op:
             if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
                 raise TypeError(f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read")
             self.routes[name] = Route(
-                name, run, refuses, cost, numerics, version, configs, prepare, tuple(kernels), tuple(in_place), fails_before_writing
+                name,
+                run,
+                refuses,
+                cost,
+                numerics,
+                version,
+                configs,
+                prepare,
+                tuple(kernels),
+                tuple(in_place),
+                fails_before_writing,
+                grain,
             )
             return run
 
@@ -220,8 +235,12 @@ class Op:
         `cache_key` is None if it could not be built (wrong argument types, symbolic sizes). The reference then runs,
         so that the caller sees torch's own error.
         """
-        if isinstance(settings.entered.get(), settings.Asking):
+        now = settings.entered.get()
+        if isinstance(now, settings.Asking):
             raise settings.Asked(self, args)
+        if isinstance(now, settings.Split):
+            run = now.plan(self, args)
+            return (run if cache_key is None else self._cache(cache_key, run, _clearings))(*args)
         if cache_key is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
@@ -230,16 +249,20 @@ class Op:
         if blocked(args, False) is not None:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same key
         clearings = _clearings
-        run = self._chosen(args)
+        return self._cache(cache_key, self._chosen(args), clearings)(*args)
+
+    def _cache(self, cache_key: tuple, run: Callable[..., Any], clearings: int) -> Callable[..., Any]:
+        """Remember what runs calls with this key, unless the cache was cleared since `clearings`; another thread's,
+        if it was first."""
         with _cache_lock:
             if clearings == _clearings:
-                ours, run = run, self.dispatch_cache.setdefault(cache_key, run)  # another thread's, if it was first
+                ours, run = run, self.dispatch_cache.setdefault(cache_key, run)
                 if run is ours:
                     _cached.append((self.dispatch_cache, cache_key))
             while len(_cached) > _MOST_CACHED:
                 cache, oldest = _cached.popleft()
                 cache.pop(oldest, None)
-        return run(*args)
+        return run
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():

@@ -45,14 +45,16 @@ def refuses_on_cpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]
 
 def gpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
+    fitted = device.fitted("causal_conv1d_update.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
-    each = 2e-9 * problem.state_length + 1e-9 * problem.width * max(problem.length, 1)
-    return 250e-6 + problem.batch * problem.dim * each * 2 / device.cores
+    fitted = device.fitted("causal_conv1d_update.kernels")
+    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(problem.length, 1)
+    return fitted.start + problem.batch * problem.dim * each / device.cores
 
 
 def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:

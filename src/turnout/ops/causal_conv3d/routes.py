@@ -60,7 +60,9 @@ def joined(cost: Cost) -> Cost:
 def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
     """Nothing is joined; frames of the cache are convolved by calls of their own."""
     found = costs.depth_taps_cost(problem.padded, device)
-    return None if found is None else found + 2 * problem.convolution.weight[2] * (60e-6 if device.type == "cpu" else costs.LAUNCH)
+    on_cpu = device.type == "cpu"
+    each = device.fitted("convolution.methods").tap_start if on_cpu else costs.launch(device)
+    return None if found is None else found + 2 * problem.convolution.weight[2] * each
 
 
 def joined_then(method: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *rest) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def refuses_on_cpu(problem: Any, device: Device) -> Iterator[str]:
         yield f"strides {sums.a_stride} and {sums.b_stride}, this route needs 1"
 
 
-# Costs, in seconds. Host times and shares of the bandwidth: `turnout bench` on an H200 with torch 2.11, and on a 2-core CPU.
+# Costs, in seconds.
 
 
 def work(problem: Any) -> Work:
@@ -99,23 +99,16 @@ def work(problem: Any) -> Work:
     return Work(elements * problem.a_dtype.itemsize, elements * (4 if problem.a_dtype.is_complex else 1))
 
 
-class Rate(NamedTuple):
-    """A time is the longer of `host` and of `start` plus the reading at a share of the bandwidth, by dtype."""
-
-    host: float
-    start: float
-    share: Mapping[torch.dtype, float] = {}
-    otherwise: float = 0.8
-
-
-def cost(**rates: Rate) -> Callable[[Any, Device], float | None]:
-    """A cost from one rate for each type of device."""
+def cost(section: str, *types: str) -> Callable[[Any, Device], float | None]:
+    """A cost on devices of these types from fitted constants: the longer of `host` and of `start` plus the reading
+    at a share of the bandwidth, by dtype."""
 
     def seconds(problem: Any, device: Device) -> float | None:
-        reading, rate = device.seconds(work(problem).bytes), rates.get(device.type)
-        if reading is None or rate is None:
+        reading = device.seconds(work(problem).bytes)
+        if reading is None or device.type not in types:
             return None
-        return max(rate.host, rate.start + reading / rate.share.get(problem.a_dtype, rate.otherwise))
+        fitted, dtype = device.fitted(section), str(problem.a_dtype).removeprefix("torch.")
+        return max(fitted.host, fitted.start + reading / fitted.get(f"share_{dtype}", fitted.share))
 
     return seconds
 
@@ -123,11 +116,12 @@ def cost(**rates: Rate) -> Callable[[Any, Device], float | None]:
 def single_launch_cost(problem: Any, device: Device) -> float | None:
     """One multiprocessor reads 30 to 55 GB/s, so a few long sums leave most of the card idle."""
     reading = device.seconds(work(problem).bytes)
-    if reading is None:
+    if reading is None or device.type != "cuda":
         return None
-    rate = {4: 42e9, 8: 30e9}.get(problem.a_dtype.itemsize, 55e9)
+    fitted = device.fitted("dot.single-launch")
+    rate = fitted.get(f"alone_of_{problem.a_dtype.itemsize}_bytes", fitted.alone)
     alone = work(problem).bytes / (rate * min(problem.contraction().batch, device.units))
-    return max(9e-6, 3.5e-6 + max(alone, reading / 0.9))
+    return max(fitted.host, fitted.start + max(alone, reading / fitted.share))
 
 
 # The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune` tries them all.
@@ -152,13 +146,13 @@ SINGLE_LAUNCH: Any = {
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 TWO_STAGE: Any = {
-    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=11e-6, start=5e-6, otherwise=0.9)),
+    "refuses": refuses_on_gpu, "cost": cost("dot.two-stage", "cuda"),
     "configs": two_stage_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 CPU_CHUNKS: Any = {
     "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
-    "cost": cost(cpu=Rate(host=60e-6, start=60e-6, otherwise=0.98)),
+    "cost": cost("dot.cpu-chunks", "cpu"),
     "kernels": ["turnout.ops.dot.cpu_kernels:sum_chunks"],
 }  # fmt: skip
 

@@ -32,7 +32,6 @@ from turnout.routing.op import Config
 LARGE = 2**20  # elements from which on a second configuration is worth trying
 VERY_LARGE = 2**28  # elements from which on combining the moments takes a program no time to speak of
 WIDEST_GROUP = 4096  # channels of a group, channels side by side
-GAPPED_SHARE = 0.7  # of the bound, where positions have gaps
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
 
 
@@ -98,20 +97,23 @@ def gpu_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """Where x fits the cache, its second reading is nearly free. Shares and time of the host: measured on an H200, see NOTES.md."""
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(work(problem).bytes - (size if size < device.cache // 2 else 0))
-    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / 0.75)
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def gapped_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """As `gpu_cost`, with a smaller share: predicted, not measured. See NOTES.md."""
     cost = gpu_cost(problem, device)
-    return None if cost is None else cost * 0.75 / GAPPED_SHARE
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if cost is None else cost * fitted.share / fitted.gapped
 
 
 def padded_cost(problem: GroupNormSiluPad, device: Device) -> float | None:
     """As `gapped_cost`."""
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(padded_work(problem).bytes - (size if size < device.cache // 2 else 0))
-    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / GAPPED_SHARE)
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.gapped)
 
 
 def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
@@ -123,8 +125,10 @@ def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
         if strides[1] != 1
     )
     moving = device.seconds(spatial_work(problem).bytes + copied - (size if size < device.cache // 2 else 0))
-    host = 74e-6 if copied else 54e-6
-    return None if moving is None or device.type != "cuda" else max(host, 8e-6 + moving / GAPPED_SHARE)
+    if moving is None or device.type != "cuda":
+        return None
+    fitted = device.fitted("group_norm_silu.kernels")
+    return max(fitted.host_copied if copied else fitted.host, fitted.start + moving / fitted.gapped)
 
 
 def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:

@@ -39,7 +39,8 @@ def refuses_rows(problem: LayerNormModulate, device: Device) -> Iterator[str]:
 def gpu_cost(problem: LayerNormModulate, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(17e-6, 3e-6 + moving / 0.9)
+    fitted = device.fitted("layer_norm_modulate.rows")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:

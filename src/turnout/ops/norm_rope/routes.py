@@ -60,7 +60,10 @@ def refuses_exact(problem: NormRope, device: Device) -> Iterator[str]:
 def gpu_cost(problem: NormRope, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(9e-6 + 6e-6 * len(problem.heads), 4e-6 + moving / 0.76)
+    if moving is None or device.type != "cuda":
+        return None
+    fitted = device.fitted("norm_rope.one-pass")
+    return max(fitted.host + fitted.host_each * len(problem.heads), fitted.start + moving / fitted.share)
 
 
 def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
@@ -124,8 +127,9 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    each = 0.8e-9 + (1e-9 if len(problem.table_shape) == 4 and problem.table_shape[2] > 1 else 0)
-    return 70e-6 * len(problem.strides) + problem.elements * each * 2 / device.cores
+    fitted, has_head_tables = device.fitted("norm_rope.cpu-rows"), len(problem.table_shape) == 4 and problem.table_shape[2] > 1
+    each = fitted.element + (fitted.element_table if has_head_tables else 0)
+    return fitted.start * len(problem.strides) + problem.elements * each / device.cores
 
 
 @NORM_ROPE.route(

@@ -57,12 +57,15 @@ def refuses_planes(problem: RmsNormSilu, device: Device) -> Iterator[str]:
     yield from refuses_layout(problem, "planes")
 
 
-def gpu_cost(share: float) -> Callable[[RmsNormSilu, Device], float | None]:
+def gpu_cost(layout: str) -> Callable[[RmsNormSilu, Device], float | None]:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
 
     def seconds(problem: RmsNormSilu, device: Device) -> float | None:
         moving = device.seconds(work(problem).bytes)
-        return None if moving is None or device.type != "cuda" else max(15e-6, 4e-6 + moving / share)
+        if moving is None or device.type != "cuda":
+            return None
+        fitted = device.fitted("rms_norm_silu.kernels")
+        return max(fitted.host, fitted.start + moving / getattr(fitted, layout))
 
     return seconds
 
@@ -100,12 +103,12 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost(0.85), "configs": rows_configs, "prepare": prepare_from_plan,
+    "refuses": refuses_rows, "cost": gpu_cost("rows"), "configs": rows_configs, "prepare": prepare_from_plan,
     "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.rms_norm_silu.kernels:rows",),
 }  # fmt: skip
 PLANES: Any = {
-    "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "prepare": prepare_from_plan,
+    "refuses": refuses_planes, "cost": gpu_cost("planes"), "configs": planes_configs, "prepare": prepare_from_plan,
     "numerics": "close", "version": 1, "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
 }  # fmt: skip
 INTO: Any = {"in_place": ("x",)}  # every kernel reads all channels of its positions before it writes there
@@ -173,7 +176,8 @@ def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    return 70e-6 + problem.elements * 0.7e-9 * 2 / device.cores
+    fitted = device.fitted("rms_norm_silu.kernels")
+    return fitted.start + problem.elements * fitted.element / device.cores
 
 
 def on_cpu(

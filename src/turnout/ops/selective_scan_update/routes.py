@@ -31,7 +31,8 @@ def refuses(problem: SelectiveScanUpdate, device: Device) -> Iterator[str]:
 
 def cost(problem: SelectiveScanUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
+    fitted = device.fitted("selective_scan_update.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:

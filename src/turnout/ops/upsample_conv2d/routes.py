@@ -74,7 +74,8 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     small, scale = problem.small, problem.scale
     filters = small._replace(weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem))))
     found = costs.channels_last_cost(filters, device)
-    prepared = 50e-6 if device.type == "cpu" else 5 * costs.LAUNCH
+    on_cpu = device.type == "cpu"
+    prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
     return None if found is None else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
 
 
@@ -146,7 +147,10 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         if not problem.small.output_channels_last:
             layouts += costs.gpu_relayout(problem.large.output, problem.small, device)
         known = [each for each in seconds if each is not None]
-        return 5 * costs.LAUNCH + sum(max(costs.LAUNCH, each) for each in known) + layouts if len(known) == len(seconds) else None
+        if len(known) < len(seconds):
+            return None
+        launch = costs.launch(device)
+        return 5 * launch + sum(max(launch, each) for each in known) + layouts
 
     def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
         return kernel.configs(phase_tasks(problem)[0], device)

@@ -32,8 +32,7 @@ from turnout.routing.prepared import Prepare, worked_out_once
 
 _HERE = "turnout.ops.convolution.gpu"
 TRANSPOSE = f"{_HERE}.kernels:transpose"
-HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
-WIDENING_HOST = HOST + 30e-6  # and padding two tensors
+FITTED = "convolution.kernels"  # the section of a device's constants
 
 
 class Kernel(NamedTuple):
@@ -69,16 +68,16 @@ class Kernel(NamedTuple):
         """One launch: the longer of its arithmetic and of what it reads and writes."""
         arithmetic = self.arithmetic(given, device)
         bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
-        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, 0.8))
+        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
 
     def cost(self, given: Task, around: float, device: Device) -> float | None:
         """The seconds of a call: `around` is what moving tensors from and to other layouts takes."""
-        task = self.widened(given)
+        task, fitted = self.widened(given), device.fitted(FITTED)
         seconds = self.seconds(task, device)
         if seconds is None or task is given:
-            return None if seconds is None else max(HOST, seconds + around)
-        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, 0.3)
-        return max(WIDENING_HOST, seconds + around + copied)
+            return None if seconds is None else max(fitted.host, seconds + around)
+        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, fitted.widening)
+        return max(fitted.host + fitted.widening_host, seconds + around + copied)
 
 
 def peak_of(given: Task, device: Device) -> float | None:
@@ -91,20 +90,28 @@ def portable_arithmetic(given: Task, device: Device) -> float | None:
     """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered pixels, less with few
     channels, hardly any where they do not make whole vectors."""
     peak, channels, filters = peak_of(given, device), given.weight[1], max(32, 1 << (given.weight[0] - 1).bit_length())
-    share = 0.012 if channels * given.dtype.itemsize % 16 else 0.09 if channels < 32 else 0.17 if given.dtype is torch.float32 else 0.25
+    fitted = device.fitted(FITTED)
+    if channels * given.dtype.itemsize % 16:
+        share = fitted.gathered_odd_channels
+    elif channels < 32:
+        share = fitted.gathered_few_channels
+    else:
+        share = fitted.gathered_float32 if given.dtype is torch.float32 else fitted.gathered
     return None if peak is None else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
 
 
 def hopper_arithmetic(given: Task, device: Device) -> float | None:
-    """The bound of the best tile at 1.5 GHz: 0.9 to 1.1 times what was measured on an H200."""
+    """The bound of the best tile: 0.9 to 1.1 times what was measured on an H200."""
     found = tiles.best(given, device.shared, device.units, 1)
-    return found[0].cycles(given, device.units) / 1.5e9 if found else None
+    return found[0].cycles(given, device.units) / device.fitted(FITTED).hopper_clock if found else None
 
 
-def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]:
-    """Reading the input decides: at `alone` of the bandwidth with one depth of the kernel, slower by `more` for each further one."""
+def narrow_reading(kernel: str) -> Callable[[Task, Device], float]:
+    """Reading the input decides: at a share of the bandwidth with one depth of the kernel, slower for each further one."""
 
     def seconds(given: Task, device: Device) -> float:
+        fitted = device.fitted(FITTED)
+        alone, more = getattr(fitted, kernel), getattr(fitted, f"{kernel}_more_depth")
         return costs.gpu_moving(prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1)))
 
     return seconds
@@ -119,11 +126,11 @@ IMPLICIT_GEMM_HOPPER = Kernel(
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading(0.28, 1.3), NARROW,
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading("narrow"), NARROW,
     (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT_HOPPER = Kernel(
-    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), NARROW_HOPPER,
+    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading("narrow_hopper"), NARROW_HOPPER,
     (
         f"{_HERE}.gluon_narrow_kernels:narrow_out", f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
         f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE,
