@@ -1,6 +1,7 @@
 """The documentation is true: its examples run, its commands exist, its generated parts are as they would be."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import turnout
 from benchmarks import docs_pages
-from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of
+from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of, titled
 from turnout.cli import app
 
 WITH_CODE = [page for page in PAGES if any(block.language == "python" and not block.title for block in blocks(page))]
@@ -49,6 +50,16 @@ def test_examples_run(page, tmp_path):
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_examples_for_a_gpu_run(page, tmp_path):
     run_examples(page, tmp_path, gpu=True)
+
+
+def test_the_script_for_several_gpus_runs_on_two_ranks(tmp_path):
+    script = tmp_path / "decode_on_all.py"
+    script.write_text(titled(DOCS / "guides" / "several-gpus.md", script.name))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[1, 3, 5, 32, 64]" in done.stdout
 
 
 # ---- commands

@@ -90,6 +90,13 @@ def patched(model: nn.Module, x: Tensor) -> Report:
     return report
 
 
+def on_ranks(vae: nn.Module) -> Report:
+    """A video VAE that is split over two ranks."""
+    report = turnout.distribute(vae, Lockstep(2), split="width", gather="all")
+    turnout.restore(vae)
+    return report
+
+
 if __name__ == "__main__":
     x, weight = torch.randn(1, 4, 8, 8), torch.randn(4, 4, 3, 3)
     clip, weight3d = torch.randn(1, 4, 3, 8, 8), torch.randn(4, 4, 3, 3, 3)
