@@ -254,6 +254,16 @@ def test_keys_of_race():
     assert listed <= keys
 
 
+def test_keys_of_warm():
+    section, keys = documented_keys("turnout warm")
+    run = CliRunner().invoke(app, ["warm", "wan-vae", "--size", "tiny", "--device", "h200", "--check", "--json"])
+    told = json.loads(run.stdout)
+    assert run.exit_code == (0 if told["ready"] else 1), run.output
+    assert set(told) == keys
+    assert told["kernels"]
+    assert all(f"`{key}`" in section for kernel in told["kernels"] for key in kernel)
+
+
 def test_no_command_has_json_that_is_not_documented():
     page = (DOCS / "reference" / "json.md").read_text()
     commands = typer.main.get_command(app).commands
