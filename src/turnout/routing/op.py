@@ -40,9 +40,10 @@ Guard = Callable[[Any, Device], Iterable[str]]
 Cost = Callable[[Any, Device], "float | None"]
 F = TypeVar("F", bound=Callable[..., Any])
 Config = dict[str, "int | float | str | bool"]
+Watch = Callable[["Op", tuple], "contextlib.AbstractContextManager[Any] | None"]
 
 OPS: dict[str, Op] = {}
-_watchers: list[Callable[[Op, tuple], None]] = []
+_watchers: list[Watch] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
 _MOST_CACHED = 4096  # calls, of all ops together
@@ -542,8 +543,14 @@ def _are_alike(one: BaseException, other: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
-    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there had been none."""
+def watched(watch: Watch, *, every_call: bool = False) -> Iterator[None]:
+    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there
+    had been none; with `every_call` before each one, which then runs inside the context that `watch` returns, if any.
+    """
+    if every_call:
+        with _around_every_call(watch):
+            yield
+        return
     _watchers.append(watch)
     forget_choices()
     try:
@@ -551,6 +558,25 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
     finally:
         _watchers.remove(watch)
         forget_choices()
+
+
+@contextlib.contextmanager
+def _around_every_call(watch: Watch) -> Iterator[None]:
+    def around(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with watch(op, args) or contextlib.nullcontext():
+                return call(*args)
+
+        return run
+
+    before = {op: op.call for op in OPS.values()}
+    try:
+        for op, call in before.items():
+            op.call = around(op, call)
+        yield
+    finally:
+        for op, call in before.items():
+            op.call = call
 
 
 def forget_choices() -> None:
