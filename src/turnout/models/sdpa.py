@@ -37,6 +37,9 @@ STOCK: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # pyri
 _WORTH_READING = 1e-3
 
 _MOST_REMEMBERED = 1024
+
+# How many calls were not torch's by their shapes and dtypes alone, of all threads.
+undecided = [0]
 _op_call = ATTENTION.call
 
 
@@ -85,7 +88,10 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         # Arguments that cannot be looked at: nested or sparse tensors, none at all. torch knows what to say.
         raise_if_interrupted(failure, functools.partial(_look_up, *args, **kwargs))
         call = None
-    result = None if call is None else _routed(call)
+    if call is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    undecided[0] += 1
+    result = _routed(call)
     return F.scaled_dot_product_attention(*args, **kwargs) if result is None else result
 
 
