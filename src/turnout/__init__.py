@@ -31,9 +31,11 @@ from turnout.ops import (
     spatial_norm_silu,
     upsample_conv2d,
 )
+from turnout.parallel import distribute
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
+from turnout.warming.warmed import warm
 
 __all__ = [
     "Refused",
@@ -48,6 +50,7 @@ __all__ = [
     "causal_conv3d",
     "conv2d",
     "conv3d",
+    "distribute",
     "dot",
     "explain",
     "gated_add",
@@ -68,4 +71,5 @@ __all__ = [
     "spatial_norm_silu",
     "tune",
     "upsample_conv2d",
+    "warm",
 ]

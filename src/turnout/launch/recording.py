@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
+from turnout.launch import launcher
+from turnout.launch.launcher import Launch
 from turnout.routing.device import Device, assumed
-
-
-class Launch(NamedTuple):
-    """One launch, as `launch` is asked for it."""
-
-    kernel: Any
-    programs: int
-    tensors: tuple[Any, ...]
-    numbers: tuple
-    constants: Mapping[str, Any]
-    warps: int
-    options: Mapping[str, Any]
-
-
-recording: list[Launch] | None = None  # where launches go instead of to a card
 
 
 @contextlib.contextmanager
 def recorded(device: Device) -> Iterator[list[Launch]]:
-    """While this is entered, launches on tensors that are not on a GPU are listed instead of launched.
+    """While this is entered, the launches of this thread are listed instead of launched.
 
     Routes plan as if all tensors were on `device`. Tensors on the meta device will do; outputs stay unwritten.
 
@@ -38,10 +24,10 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     >>> [(launch.kernel.__name__, launch.programs) for launch in launches]
     [('dot_chunks', 1056)]
     """
-    global recording
-    before, recording = recording, []
+    launches: list[Launch] = []
+    token = launcher.recording.set(launches)
     try:
         with assumed(device):
-            yield recording
+            yield launches
     finally:
-        recording = before
+        launcher.recording.reset(token)
