@@ -2,7 +2,8 @@
 
 To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that, by
 the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its later
-calls like that one: what a layer has learned is a comparison away, 0.6 us. Nothing is measured at run time.
+calls like that one: what a layer has learned is a comparison away, 0.6 to 0.9 us. Nothing is measured at run
+time.
 
 What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is forgotten
 with the choices of the op: a table changed, a route failed, somebody watches the calls.
@@ -23,13 +24,13 @@ from turnout.routing.fallback import autocasting, blocked, tracing_state
 from turnout.routing.op import Op
 from turnout.routing.public import lower
 
-# us that a host takes more than for torch's own layer, to ask the router and be told "the reference": group norms;
-# convolutions take 3.5. By benchmarks/layers.py, 2-core Xeon at 2.8 GHz, torch 2.13, Python 3.11.
-ASKING_US = 4.5
+# us that a host takes more than for torch's own function, to ask the router and be told "the reference":
+# convolutions 3.2, group norms 2.6. By benchmarks/layers.py, 2-core Xeon at 2.8 GHz, torch 2.13, Python 3.11.
+ASKING_US = 3.2
 
 _MOST = 16  # kinds of calls that a layer remembers
 
-_WORTH = ("worth",)  # under this an op's memo holds a mark, as long as what was learned of the op holds
+_WORTH = ("worth",)  # under this an op's dispatch cache holds a mark, as long as what was learned of the op holds
 _PLAIN = (Tensor, nn.Parameter)
 _entered, _grad_enabled = settings.entered.get, torch.is_grad_enabled
 
@@ -42,11 +43,13 @@ class _Learned:
         self.layer = weakref.ref(layer, lambda _: _learned.pop(gone, None))
         self.torchs: list[tuple] = []
         self.routed: list[tuple] = []
-        self.mark = op.memo.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.mark = op.dispatch_cache.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]
         self.call = op.call  # whoever watches the calls of an op puts another one there
 
 
 _learned: dict[int, _Learned] = {}
+_answers: dict[tuple, bool] = {}  # whether calls of any layer pay
+_MOST_ANSWERS = 4096
 
 
 def _kind(x: Tensor) -> tuple:
@@ -60,7 +63,7 @@ def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
         return None
     kind = (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
     found = True if kind in learned.torchs else False if kind in learned.routed else None
-    return found if op.memo.get(_WORTH) is learned.mark and op.call is learned.call else None
+    return found if op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call else None
 
 
 def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> bool:
@@ -82,13 +85,13 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
 def knows(layer: Any, op: Op, kind: tuple) -> bool:
     """As `is_torch`, for a kind of call."""
     learned = _learned.get(id(layer))
-    return learned is not None and kind in learned.torchs and op.memo.get(_WORTH) is learned.mark and op.call is learned.call  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return learned is not None and kind in learned.torchs and op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
     """That such calls of a layer are torch's, or take a route."""
     learned = _learned.get(id(layer))
-    if learned is None or learned.mark is not op.memo.get(_WORTH) or learned.call is not op.call:  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if learned is None or learned.mark is not op.dispatch_cache.get(_WORTH) or learned.call is not op.call:  # pyright: ignore[reportArgumentType, reportCallIssue]
         learned = _learned[id(layer)] = _Learned(layer, op)
     if routed:
         learned.routed = [kind, *learned.routed[: _MOST - 1]]
@@ -111,11 +114,14 @@ def _pays(op: Op, lowered: tuple) -> bool:
         (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
         for x in lowered
     )
-    key = (*_WORTH, *facts, _kind(lowered[0])[3:])
-    pays = op.memo.get(key)
+    mark = op.dispatch_cache.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]
+    key = (mark, *facts, *_kind(lowered[0])[3:])
+    pays = _answers.get(key)
     if pays is None:
-        pays = op.memo[key] = gains(op.explain(lowered))  # pyright: ignore[reportArgumentType]
-    return bool(pays)
+        if len(_answers) >= _MOST_ANSWERS:
+            _answers.clear()
+        pays = _answers[key] = gains(op.explain(lowered))
+    return pays
 
 
 def gains(verdict: Verdict) -> bool:
