@@ -5,7 +5,7 @@ STAMP := .venv/.made
 TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
 WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup demo test test-latest fault-test fuzz compile-all lint gpu-test race clean
+.PHONY: setup docs demo test test-latest fault-test fuzz compile-all lint gpu-test race clean
 
 setup: $(STAMP)
 
@@ -72,7 +72,13 @@ lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+	$(RUN) -m benchmarks.docs_pages --check
 	.venv/bin/lint-imports
+
+# The pages that follow from data, then the site: build/site/index.html. Needs no network; a warning is an error.
+docs: setup
+	$(RUN) -m benchmarks.docs_pages
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15

@@ -31,6 +31,7 @@ from turnout.ops import (
     spatial_norm_silu,
     upsample_conv2d,
 )
+from turnout.parallel import distribute
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
@@ -48,6 +49,7 @@ __all__ = [
     "causal_conv3d",
     "conv2d",
     "conv3d",
+    "distribute",
     "dot",
     "explain",
     "gated_add",

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.walk import LAUNCHING, random_call
-from turnout.launch.recording import Launch, recorded
+from turnout.launch.descriptors import kind
+from turnout.launch.launcher import Launch
+from turnout.launch.recording import recorded
 from turnout.ops.convolution.gpu.launches import transpose
 from turnout.routing import versions
 from turnout.routing.case import outline
@@ -58,7 +60,7 @@ class Chosen(NamedTuple):
     def code(self) -> tuple:
         """What its compiled code depends on, of the launches of one card."""
         kernel, _, tensors, numbers, constants, warps, options = self.launch
-        kinds = [getattr(x, "kind", None) or (x is not None and x.dtype) for x in tensors]
+        kinds = [x is not None and (x.dtype if isinstance(x, torch.Tensor) else kind(x)) for x in tensors]
         # Triton makes ones constant, and knows which numbers 16 divides and which need 64 bits; Gluon's do not count.
         about = [0 if kernel.is_gluon() or isinstance(n, float) else (n == 1, n % 16 == 0, abs(n) >= 2**31) for n in numbers]
         return (kernel.fn, *kinds, *about, *constants.values(), warps, *options.items())

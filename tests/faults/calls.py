@@ -72,7 +72,7 @@ class Call:
         problem = op.problem(*self.sets[0])
         self.refused = any(route.refuses(problem, _here))
         if not self.refused:
-            self.run = route.ready(self.sets[0], dict(next(iter(route.configs(problem, _here)))))
+            self.run = route.prepared(self.sets[0], dict(next(iter(route.configs(problem, _here))))).call
 
     def seconds(self):
         """The time of one call, the best of five."""

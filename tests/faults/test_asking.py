@@ -56,7 +56,7 @@ def runs(monkeypatch):
 
     for op in OPS.values():
         for name, route in list(op.routes.items()):
-            watched = replace(route, run=recorded(op, name, route.run), bound=None)
+            watched = replace(route, run=recorded(op, name, route.run), prepare=None)
             monkeypatch.setitem(op.routes, name, watched)
         reference = recorded(op, "reference", op.reference)
         monkeypatch.setattr(op, "reference", reference)
@@ -172,7 +172,7 @@ def test_a_pin_runs_the_configuration_that_was_measured(monkeypatch):
         like,
         name="pausing",
         run=slow_or_fast,
-        bound=None,
+        prepare=None,
         configs=lambda problem, device: ({"pause": 0.005}, {"pause": 0.0}),
     )
     monkeypatch.setitem(DOT.routes, "pausing", route)

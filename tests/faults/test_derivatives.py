@@ -151,7 +151,7 @@ def stand_in(monkeypatch, op):
     run.__signature__ = op.signature
     like = next(iter(op.routes.values()))
     anything = replace(like, refuses=lambda problem, device: (), configs=lambda problem, device: ({},))
-    route = replace(anything, name="stand-in", run=run, bound=None, kernels=())
+    route = replace(anything, name="stand-in", run=run, prepare=None, kernels=())
     monkeypatch.setitem(op.routes, "stand-in", route)
 
 

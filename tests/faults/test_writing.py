@@ -80,7 +80,7 @@ def only_route(op, name, monkeypatch, **changes):
 
     original = route.run
     with monkeypatch.context() as patch:
-        patch.setattr(op, "routes", {route.name: replace(route, run=counted, bound=None)})
+        patch.setattr(op, "routes", {route.name: replace(route, run=counted, prepare=None)})
         turnout.routing.op.forget_choices()
         yield ran
     turnout.routing.op.forget_choices()

@@ -31,7 +31,7 @@ def test_every_route_takes_every_case_right(op, case):
         if any(route.refuses(problem, device)):
             continue
         for config in route.configs(problem, device)[:1]:
-            run = route.ready(args, config)
+            run = route.prepared(args, config).call
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
             assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
@@ -39,16 +39,20 @@ def test_every_route_takes_every_case_right(op, case):
 
 def test_the_fast_launch_is_active():
     """Kernels are launched by address: without that every call takes the host 10 to 20 us more."""
-    from turnout.launch import launcher, support
+    from turnout.launch import support
+    from turnout.launch.direct import DirectLauncher
 
     assert support.fast_launch() is None
     x = torch.randn(1, 16, 128, 128, dtype=torch.bfloat16, device=GPU).to(memory_format=torch.channels_last)
     weight = torch.randn(512, 16, 3, 3, dtype=torch.bfloat16, device=GPU).to(memory_format=torch.channels_last)
-    with turnout.pin(conv2d="implicit-gemm-hopper" if Device.of(GPU).capability == (9, 0) else "implicit-gemm"):
-        turnout.conv2d(x, weight, padding=1)
-    kept = [launched.run for launched in launcher._kept.values()]
-    assert kept
-    assert all(run is not None for run in kept)
+    op, device = OPS["conv2d"], Device.of(GPU)
+    route = op.routes["implicit-gemm-hopper" if device.capability == (9, 0) else "implicit-gemm"]
+    args = op.arguments(x, weight, padding=1)
+    prepared = route.prepared(args, route.configs(op.problem(*args), device)[0])
+    prepared.call(*args)
+    launchers = [value for value in prepared.values.values() if isinstance(value, DirectLauncher)]
+    assert launchers
+    assert all(launcher.run is not None for launcher in launchers)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS.values() if op.mutates], ids=lambda op: op.name)
@@ -227,19 +231,19 @@ def test_repeated_launches_take_what_is_new(name, dtype):
 
 
 @planned_routes
-def test_a_launch_planned_once_takes_what_is_new(op, route):
+def test_a_prepared_call_takes_what_is_new(op, route):
     """Other addresses, another alignment, another stream, a profiler that begins to listen."""
     from triton import knobs
 
-    heard, taken, expected = [], 0, 0
+    heard, taken, told = [], 0, set()
     hook, device, stream = knobs.runtime.launch_enter_hook, Device.of(GPU), torch.cuda.Stream()
     for seed in range(2000):
         args = elsewhere(random_call(op, seed, GPU))
         if any(route.refuses(op.problem(*args), device)):
             continue
         config = route.configs(op.problem(*args), device)[0]
-        ready, plain = route.ready(args, config), functools.partial(route.run, **config)
-        if isinstance(ready, functools.partial):  # something is moved before the launch
+        prepared, plain = route.prepared(args, config), functools.partial(route.run, **config)
+        if not prepared.is_direct:  # something is moved before the launch
             continue
         taken += 1
         for listening, off in ((False, 0), (False, 0), (True, 0), (False, 0), (False, 1), (True, 1), (False, 0)):
@@ -247,19 +251,22 @@ def test_a_launch_planned_once_takes_what_is_new(op, route):
             wanted = outputs(op, plain, given)
             if listening:
                 hook.add(heard.append)
-                expected += 1
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found = outputs(op, ready, given)
+                found = outputs(op, prepared.call, given)
             if listening:
                 hook.remove(heard.append)
+                told.add(len(heard))
+                heard.clear()
             stream.synchronize()
             assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), (seed, listening, off)
             assert [(x.dtype, x.stride()) for x in found] == [(x.dtype, x.stride()) for x in wanted]
         if taken == 8:
             break
     assert taken == 8
-    assert len(heard) == expected
+    assert heard == []
+    assert len(told) == 1  # as many launches in each call
+    assert told != {0}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])

@@ -44,9 +44,9 @@ def without_gradients():
 class Graphed:
     """A small Flux transformer with graph=True, and a stock copy to compare with."""
 
-    def __init__(self, device, model=None, **changes):
+    def __init__(self, device):
         self.device = device
-        self.model = (made("flux") if model is None else model).to(device).eval()
+        self.model = made("flux").to(device).eval()
         self.stock = copy.deepcopy(self.model)
         self.report = turnout.accelerate(self.model, graph=True)
         (self.replays,) = self.report.graphs.values()
@@ -120,9 +120,8 @@ def test_every_call_returns_the_type_that_the_stock_model_does(graphed):
 
 
 @pytest.mark.parametrize("name", ["wan-transformer", "qwen-image", "wan", "flux-vae", "ltx", "hunyuan", "cogvideox"])
-def test_known_models_are_replayed(name, device):
-    if device.type != "cpu":
-        pytest.skip("calls of the zoo are made on a CPU")
+def test_known_models_are_replayed(name, monkeypatch):
+    play_graphs(monkeypatch, Recorded)
     model, call = made(name).eval(), ZOO[name][1]
     expected = call(copy.deepcopy(model))
     report = turnout.accelerate(model, graph=True)
@@ -174,8 +173,16 @@ def test_pipeline_of_fifty_steps(device):
     assert report.graphs["transformer"].replayed == 48
 
 
+@pytest.fixture(params=["carried", "in place"])
+def carried(request, monkeypatch):
+    """Whether the caches of a call are copied into graphs, or are read and written where they lie."""
+    if request.param == "in place":
+        monkeypatch.setattr(replays_module, "MOST_CARRIED", 0)
+    return request.param == "carried"
+
+
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon-mamba"])
-def test_generate_goes_on_with_the_callers_cache(name, device):
+def test_generate_goes_on_with_the_callers_cache(name, device, carried):
     model = made(name).to(device).eval()
     ids = tokens().to(device)
     how = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
@@ -185,7 +192,8 @@ def test_generate_goes_on_with_the_callers_cache(name, device):
     for _ in range(2):
         for each, wanted in zip((ids, ids.flip(1)), expected, strict=True):
             assert torch.equal(model.generate(each, **how), wanted)
-    assert replays.replayed >= 4 * 9
+    assert replays.replayed >= (4 * 11 - 2 if carried else 4 * 9)
+    assert replays.captured == 1 or not carried
 
 
 @pytest.mark.parametrize("name", ["bamba", "zamba2"])
@@ -202,22 +210,50 @@ def test_caches_that_grow_are_not_captured(name, device):
     assert all(replays.replayed == 0 for replays in report.graphs.values())
 
 
-def test_steps_of_two_caches_take_turns(device):
+def states_of(cache):
+    return [held[0] for layer in cache.layers for held in (layer.conv_states, layer.recurrent_states)]
+
+
+def test_steps_of_two_caches_take_turns(device, carried):
     model = made("mamba").to(device).eval()
     stock = copy.deepcopy(model)
     turnout.accelerate(model, graph=True)
     prompts = tokens().to(device), tokens().flip(0).to(device)
     caches = [[each(p, use_cache=True).cache_params for p in prompts] for each in (model, stock)]
+    places = [[id(x) for x in states_of(cache)] for cache in caches[0]]
     for i in range(6):
         for k in range(2):
             step = torch.full((2, 1), (7 * i + k) % 64, device=device)
             found, expected = (each(step, cache_params=held[k], use_cache=True) for each, held in zip((model, stock), caches, strict=True))
             assert found.cache_params is caches[0][k]
+            assert [id(x) for x in states_of(caches[0][k])] == places[k]
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(*caches, strict=True):
-        state, wanted = (cache.layers[1].recurrent_states[0] for cache in (ours, theirs))
-        torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-4)
-    assert model._turnout_replays.replayed == 8
+        for state, wanted in zip(states_of(ours), states_of(theirs), strict=True):
+            torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-4)
+    assert model._turnout_replays.replayed == (10 if carried else 8)
+
+
+def test_cache_that_was_written_between_steps_is_read(device, carried):
+    model = made("mamba").to(device).eval()
+    stock = copy.deepcopy(model)
+    turnout.accelerate(model, graph=True)
+    caches = [each(tokens().to(device), use_cache=True).cache_params for each in (model, stock)]
+    for i in range(8):
+        step = torch.full((2, 1), 5 * i, device=device)
+        found, expected = (
+            each(step, cache_params=cache, use_cache=True).logits for each, cache in zip((model, stock), caches, strict=True)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        for cache in caches:
+            if i == 4:
+                cache.reorder_cache(torch.tensor([1, 0], device=device))
+            elif i % 3 == 2:
+                cache.layers[0].conv_states[0].mul_(0.5)
+    version = states_of(caches[0])[0]._version
+    model(step, cache_params=caches[0], use_cache=True)
+    assert states_of(caches[0])[0]._version > version, "whoever wants gradients sees that it was written"
+    assert model._turnout_replays.replayed
 
 
 # What changes between calls
@@ -531,10 +567,9 @@ def test_inputs_that_overlap_themselves_are_not_captured(graphed):
     assert "overlaps itself" in graphed.report.details()
 
 
-def test_values_on_the_host_are_a_part_of_the_call(device):
-    if device.type == "cpu":
-        pytest.skip("there the host's tensors are the device's")
-    graphed = Graphed(device)
+@pytest.mark.gpu
+def test_values_on_the_host_are_a_part_of_the_call():
+    graphed = Graphed(torch.device("cuda", 0))
     for seconds in (0.5, 0.5, 0.5, 0.75):
         graphed.check(timestep=torch.full((2,), seconds))
     assert graphed.replays.replayed == 1
@@ -876,6 +911,32 @@ def test_streams_wait_for_each_other():
     for each, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-4)
     assert graphed.replays.replayed == 1 + len(inputs)
+
+
+@pytest.mark.gpu
+def test_memory_of_graphs_is_given_back():
+    graphed = Graphed(torch.device("cuda", 0))
+    graphed.warm()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    turnout.restore(graphed.model)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < held
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_random_numbers_go_on_after_a_capture_that_failed(small):
+    model, _, x = small(lambda model, x, scale: x * (2 if x.sum().item() > 0 else 3))
+    model(x)
+    with pytest.warns(turnout.TurnoutWarning, match="could not be captured"):
+        model(x)
+    assert not torch.equal(torch.rand(8, device="cuda"), torch.rand(8, device="cuda"))
+    other, replays, x = small(lambda model, x, scale: model.linear(x))
+    for _ in range(3):
+        torch.testing.assert_close(other(x), other.linear(x))
+    assert replays.replayed == 1
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import turnout
 from turnout.launch import operands, support
 from turnout.routing import failures, store, versions
 from turnout.routing.case import outline
-from turnout.routing.device import KNOWN, Device
+from turnout.routing.device import Device, known_cards
 from turnout.routing.op import OPS, Key
 
 HERE = Path(__file__).parent
@@ -108,7 +108,7 @@ def test_an_h100_takes_what_was_measured_on_its_sibling():
 def test_unknown_cards_list_the_known():
     with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? One of: .*4090.*mi300x"):
         Device.named("rtx-9090")
-    assert all(device.flops and device.bandwidth.source for device in KNOWN)
+    assert all(device.flops and device.bandwidth.source for device in known_cards())
 
 
 @pytest.mark.parametrize(("package", "version"), [("torch", "2.10.1"), ("triton", "3.5.0")])

@@ -23,18 +23,18 @@ def failing(monkeypatch, op, name, error):
     monkeypatch.setitem(op.routes, name, type(route)(name, fail, route.refuses, route.cost, route.numerics, route.version, route.configs))
 
 
-def test_a_route_is_bound_once_to_calls_that_look_alike(monkeypatch):
-    bindings = []
+def test_a_route_is_prepared_once_for_calls_that_look_alike(monkeypatch):
+    prepared_for = []
 
-    def bind(run, args, config):
-        bindings.append(config)
-        return (lambda *call: 2 * run(*call)) if len(args[0]) == 4 else None
+    def prepare(prepared, args):
+        prepared_for.append(prepared.config)
+        return (lambda *call: 2 * prepared.run_route(*call)) if len(args[0]) == 4 else None
 
-    monkeypatch.setitem(DOT.routes, "in-halves", replace(DOT.routes["cpu-chunks"], name="in-halves", bound=bind))
+    monkeypatch.setitem(DOT.routes, "in-halves", replace(DOT.routes["cpu-chunks"], name="in-halves", prepare=prepare))
     with turnout.pin(dot="in-halves"):
         assert [turnout.dot(torch.full((4,), x), torch.ones(4)).item() for x in (1.0, 2.0)] == [8, 16]  # the second in other memory
         assert turnout.dot(torch.ones(5), torch.ones(5)).item() == 5
-    assert len(bindings) == 2
+    assert len(prepared_for) == 2
 
 
 def test_a_route_that_fails_at_launch_falls_to_the_next_warns_once_and_is_remembered(monkeypatch):
@@ -106,9 +106,9 @@ def test_transforms_modes_subclasses_and_lazy_tensors_are_torchs(pinned):
 def test_torchs_own_function_runs_where_it_is_chosen(name):
     op, theirs = OPS[name], getattr(torch, name)
     with turnout.pin(**{name: "reference"}):
-        op.memo.clear()
+        op.dispatch_cache.clear()
         assert torch.equal(op.call(A, A), theirs(A, A))
-        assert list(op.memo.values()) == [theirs]
+        assert list(op.dispatch_cache.values()) == [theirs]
 
 
 def test_lazy_conjugation():
@@ -158,10 +158,10 @@ def test_mistakes_raise_what_torch_raises(call, args):
 
 
 def test_nothing_is_kept_forever(monkeypatch):
-    monkeypatch.setattr("turnout.routing.op._MOST_REMEMBERED", 16)
+    monkeypatch.setattr("turnout.routing.op._MOST_CACHED", 16)
     for n in range(64):
         turnout.dot(torch.ones(n), torch.ones(n))
-    assert len(DOT.memo) <= 16
+    assert len(DOT.dispatch_cache) <= 16
 
 
 def test_grad_calls_of_the_reference_stay_torchs_own():

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import turnout
-from turnout.routing import machine
+from turnout.routing import device_files, machine
 from turnout.routing.case import outline
 from turnout.routing.choose import choose
-from turnout.routing.device import KNOWN, Device
+from turnout.routing.device import Device, known_cards
 from turnout.routing.op import OPS
 
 HALVES = frozenset([torch.float16, torch.bfloat16])
@@ -23,7 +23,7 @@ A_CPU = replace(
 AN_OLD_CPU = replace(
     A_CPU, units=4, threads=2, vectors="AVX2", one_dnn=frozenset([torch.float32]), native_halves=frozenset(), careful_loop=False
 )
-DEVICES = [*KNOWN, A_CPU, AN_OLD_CPU]
+DEVICES = [*known_cards(), A_CPU, AN_OLD_CPU]
 
 # What says something of this machine: none of it may be asked once there is a device.
 ASKED_OF_A_MACHINE = [
@@ -111,3 +111,38 @@ def test_a_cpu_that_is_not_here_can_be_asked():
     assert new.microseconds["reference"] < old.microseconds["reference"]
     assert "no oneDNN kernel for bfloat16" in old.refused["channels-last"][0]
     assert A_CPU.machine == {"threads": 8, "vectors": "AVX512"}
+
+
+def test_every_figure_of_a_device_has_a_source():
+    """Peaks and every section of fitted constants; a section that nobody reads would be a mistake too."""
+    read = set()
+
+    class Watched(dict):
+        def get(self, section, otherwise=None):
+            read.add(section)
+            return super().get(section, otherwise)
+
+    for slug in [path.stem for path in device_files.FOLDER.glob("*.toml")]:
+        file = device_files.load(slug)
+        assert file["peaks"]["source"]
+        for section, values in device_files.sections(slug).items() if "fitted" in file else ():
+            assert values["source"], section
+            numbers = {name: value for name, value in values.items() if name != "source"}
+            assert numbers, section
+            assert all(type(value) in (int, float) and value > 0 for value in numbers.values()), section
+    for device in (Device.named("h200"), A_CPU):
+        watched = replace(device, refitted=Watched(nothing={}))
+        for op in OPS.values():
+            for case in op.cases():
+                choose(op, outline(op, case).problem, watched)
+        assert read >= device_files.sections(device.fitted_on).keys()
+
+
+def test_a_constant_that_was_not_fitted_is_named():
+    with pytest.raises(AttributeError, match=r"no constant 'speed' was fitted for dot.two-stage; those are: .*host, start, share"):
+        _ = Device.named("h200").fitted("dot.two-stage").speed
+
+
+def test_cards_share_the_constants_of_the_card_they_were_fitted_on():
+    assert Device.named("a100").fitted("dot.two-stage").share == Device.named("h200").fitted("dot.two-stage").share
+    assert Device(name="a new card", type="cuda").fitted("dot.two-stage").host > 0

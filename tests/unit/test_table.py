@@ -15,7 +15,7 @@ from tests.walk import ops, random_call
 from turnout.ops.dot import DOT
 from turnout.routing import store, table
 from turnout.routing.choose import plain
-from turnout.routing.device import KNOWN, Device
+from turnout.routing.device import Device, known_cards
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.row import Row, Unreadable, decode
 from turnout.routing.store import export, folder, load_table, publish
@@ -142,7 +142,7 @@ def test_siblings_stand_in():
     assert found.authority == "measured on a sibling, NVIDIA H200"
     assert found.chosen == turnout.explain("matmul", a, b, device="h200").chosen
     assert turnout.explain("matmul", a, b, device="h100-pcie").authority == "model"
-    assert [device.name for device in KNOWN if device.sibling] == ["NVIDIA H100 80GB HBM3"]
+    assert [device.name for device in known_cards() if device.sibling] == ["NVIDIA H100 80GB HBM3"]
 
 
 BAD = {

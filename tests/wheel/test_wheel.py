@@ -28,7 +28,12 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     git = ["git", "-C", str(ROOT), "ls-files", "src"]
     tracked = subprocess.run(git, check=True, capture_output=True, text=True).stdout.split()
     needed = {name.removeprefix("src/") for name in tracked}
-    assert {"turnout/py.typed", "turnout/race/templates/report.html", "turnout/tables/nvidia-h200.json"} <= needed
+    assert {
+        "turnout/py.typed",
+        "turnout/race/templates/report.html",
+        "turnout/tables/nvidia-h200.json",
+        "turnout/devices/cpu.toml",
+    } <= needed
     assert needed <= names
     assert not [name for name in names if not name.startswith("turnout/")]
 

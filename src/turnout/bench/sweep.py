@@ -70,10 +70,10 @@ def sweep_case(
         if any(route.refuses(problem, known)):
             continue
         config = configs.get(route.name) or route.configs(problem, known)[0]
-        run = route.ready(args, dict(config))
+        run = route.prepared(args, dict(config)).call
         why = trial.complaint(route.numerics, run)
         if why is None:
-            runs[route.name] = op.driven(run, args)  # with what the router asks before it runs a route
+            runs[route.name] = op.with_runtime_checks(run, args)  # with what the router asks before it runs a route
         else:
             wrong[route.name] = why
     runs[REFERENCE] = op.reference

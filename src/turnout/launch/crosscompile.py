@@ -15,8 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from turnout.launch import operands
-from turnout.launch.launcher import compile_options
-from turnout.launch.recording import Launch
+from turnout.launch.launcher import Launch, compile_options
 from turnout.routing.device import Device
 
 

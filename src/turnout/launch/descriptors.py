@@ -1,7 +1,7 @@
 """Descriptors for TMA, Hopper's engine for copying blocks of tensors, at a tenth of the host time of Triton's own way.
 
-All of a descriptor but the address follows from shapes, so it is made once (`pattern`), and what Triton encodes of it
-is kept by address: an allocator that keeps what is freed hands out the same addresses again and again.
+All of a descriptor but the address follows from shapes, so each `Prepared` makes it once (`pattern`), and keeps what
+Triton encodes of it by address: an allocator that keeps what is freed hands out the same addresses again and again.
 """
 # pyright: reportMissingModuleSource=false
 
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.routing.prepared import worked_out_once
+
 ALIGNMENT = 16  # bytes: what addresses and strides must be multiples of
 _MOST_ENCODED = 256  # addresses of one pattern
-_kinds: dict[tuple, int] = {}  # a number for all that compiled code knows of a descriptor
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -36,7 +37,7 @@ def aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]) -> Any:
     """All of a descriptor but the tensor: blocks are copied into the swizzled layout that the tensor cores read."""
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -48,12 +49,12 @@ def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
     descriptor: Any = TensorDescriptor(stand_in, list(shape), [*steps, 1], list(block), layout)
     descriptor.base = None
-    descriptor.kind = _kinds.setdefault((dtype, block, layout), len(_kinds) + 1)
+    descriptor.dtype, descriptor.pattern = dtype, descriptor
     descriptor.encoded = {}  # by address, of all descriptors of this pattern
     return descriptor
 
 
-def described(t: Tensor | None, pattern: Any) -> Any:
+def described(t: Tensor | _Address | None, pattern: Any) -> Any:
     """A descriptor of a tensor. A new one would check itself for 25 us, and the pattern was found right."""
     if t is None or pattern is None:
         return None
@@ -62,16 +63,30 @@ def described(t: Tensor | None, pattern: Any) -> Any:
     return descriptor
 
 
-def encode(descriptor: Any, kernel: Any, index: int) -> list[Any]:
-    """What Triton's launcher in C takes for a descriptor, the kernel's `index`-th: the map, sizes, strides."""
-    address = descriptor.base.data_ptr()
-    encoded = descriptor.encoded.get(address)
+def kind(descriptor: Any) -> tuple:
+    """All that compiled code knows of a descriptor: its layout follows from these."""
+    return descriptor.dtype, *descriptor.block_shape
+
+
+class _Address(int):
+    """The memory that a descriptor is encoded for; nothing but the address is asked for, so no tensor is held."""
+
+    def data_ptr(self) -> int:
+        return self
+
+
+def encode(pattern: Any, address: int, kernel: Any, index: int) -> list[Any]:
+    """What Triton's launcher in C takes for a descriptor of memory, the kernel's `index`-th: the map, sizes, strides.
+
+    pattern: of the descriptor, or a descriptor with that pattern.
+    """
+    encoded = pattern.encoded.get(address)
     if encoded is None:
-        if len(descriptor.encoded) >= _MOST_ENCODED:
-            descriptor.encoded.clear()
+        if len(pattern.encoded) >= _MOST_ENCODED:
+            pattern.encoded.clear()
         make, unused = _encoder()
-        encoded = make(descriptor, kernel.metadata.tensordesc_meta[index], *unused)
-        descriptor.encoded[address] = encoded
+        encoded = make(described(_Address(address), pattern), kernel.metadata.tensordesc_meta[index], *unused)
+        pattern.encoded[address] = encoded
     return encoded
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from turnout.launch.descriptors import described, pattern
 from turnout.launch.gluon import async_load, async_store, reinterpret
-from turnout.launch.recording import Launch
+from turnout.launch.launcher import Launch
 
 
 @gluon.jit

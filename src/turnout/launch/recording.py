@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
+from turnout.launch import launcher
+from turnout.launch.launcher import Launch
 from turnout.routing.device import Device, assumed
-
-
-class Launch(NamedTuple):
-    """One launch, as `launch` is asked for it."""
-
-    kernel: Any
-    programs: int
-    tensors: tuple[Any, ...]
-    numbers: tuple
-    constants: Mapping[str, Any]
-    warps: int
-    options: Mapping[str, Any]
-
-
-recording: list[Launch] | None = None  # where launches go instead of to a card
 
 
 @contextlib.contextmanager
@@ -38,10 +24,9 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     >>> [(launch.kernel.__name__, launch.programs) for launch in launches]
     [('dot_chunks', 1056)]
     """
-    global recording
-    before, recording = recording, []
+    before, launcher.recording = launcher.recording, []
     try:
         with assumed(device):
-            yield recording
+            yield launcher.recording
     finally:
-        recording = before
+        launcher.recording = before

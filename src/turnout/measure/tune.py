@@ -185,7 +185,7 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
         # By the card's part: the host takes the same time for all of them, and its moods would decide.
         name = min(timings, key=lambda n, found=timings: found[n].device_us) if timings else next(iter(sound))
         run, best[route.name] = sound[name]
-        runs[route.name] = op.driven(run, args)  # with what the router asks before it runs a route
+        runs[route.name] = op.with_runtime_checks(run, args)  # with what the router asks before it runs a route
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
     row = Row(
@@ -211,7 +211,7 @@ def _candidates(op: Op, problem: Any, device: Device) -> list[Route]:
 def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> Iterator[tuple[Config, Callable]]:
     """The configurations of a route that launch and give the right output, each with what runs it."""
     for config in route.configs(op.problem(*args), device):
-        run = route.ready(args, config)
+        run = route.prepared(args, config).call
         try:
             why = trial.complaint(route.numerics, run)
         except Exception as failure:  # whatever a candidate does, tuning goes on with the others

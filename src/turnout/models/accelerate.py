@@ -47,7 +47,7 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) 
     """
     if numerics is not None:
         check_level(numerics)
-    restore(model)
+    _undo(model)
     report = Report()
     try:
         for path, part in _parts(model):
@@ -55,7 +55,7 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) 
             if graph:
                 _graph_part(path, part, report)
     except BaseException:
-        restore(model)
+        _undo(model)
         raise
     if not isinstance(model, nn.Module):
         report.notes += [f"{name} is None" for name, part in model.components.items() if part is None]
@@ -135,6 +135,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 def restore(model: Any) -> int:
     """Give every patched instance its own class, and every weight its old layout, back: the model is the stock model again, bit for bit.
+    A distributed model is undone too.
 
     Returns how many instances were patched.
 
@@ -144,6 +145,15 @@ def restore(model: Any) -> int:
     >>> turnout.restore(model), type(model) is torch.nn.Conv2d
     (1, True)
     """
+    fronts = 0
+    for _, part in _parts(model):
+        for _, instance in _instances(part):
+            fronts += patch.take_front(instance) is not None and patch.patched(instance) is None
+    return fronts + _undo(model)
+
+
+def _undo(model: Any) -> int:
+    """Undo what `accelerate` did; a distributed model stays distributed."""
     instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
     bare.forget(instances)
     for instance in instances:

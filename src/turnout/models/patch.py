@@ -73,7 +73,38 @@ def apply(instance: Any, adapter: type, numerics: str | None, *, relay: bool = F
     if relay:
         weight = instance.weight.data
         instance.weight.data = weight.contiguous(memory_format=_LAST[weight.dim()])
+    front = take_front(instance)
     instance.__class__ = _in_front(type(instance), adapter, numerics, relay)
+    if front is not None:
+        put_front(instance, *front)
+
+
+# A front stands before an instance's class whatever adapter it has: what `distribute` puts there.
+
+
+def put_front(instance: Any, behaviour: type, attributes: dict[str, Any]) -> None:
+    """Put the methods of `behaviour`, and class attributes, before all others of an instance."""
+    base = type(instance)
+    body = {
+        "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
+        "__reduce_ex__": _reduce_without_front, "_turnout_front": (behaviour, attributes), **attributes,
+    }  # fmt: skip
+    instance.__class__ = type(base.__name__, (behaviour, base), body)
+
+
+def take_front(instance: Any) -> tuple[type, dict[str, Any]] | None:
+    """Take what `put_front` put there away, and return it; None where there is none."""
+    front = vars(type(instance)).get("_turnout_front")
+    if front is not None:
+        instance.__class__ = type(instance).__bases__[1]
+    return front
+
+
+def _reduce_without_front(self: Any, protocol: Any) -> Any:
+    """Copies and pickles are not distributed."""
+    twin = object.__new__(type(self).__bases__[1])
+    twin.__dict__ = self.__dict__
+    return twin.__reduce_ex__(protocol)
 
 
 def undo(instance: Any) -> bool:
@@ -83,8 +114,11 @@ def undo(instance: Any) -> bool:
         return False
     if patch.relaid and isinstance(instance.weight, Tensor):
         instance.weight.data = instance.weight.data.contiguous()
+    front = take_front(instance)
     instance.__class__ = _without(type(instance))
     undo(instance)  # a model whose calls are replayed is patched twice
+    if front is not None:
+        put_front(instance, *front)
     return True
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import enum
 import sys
@@ -36,6 +37,7 @@ from turnout.routing.precision import get_precision
 MOST_GRAPHS = 8  # of one model; the one that was used least recently goes
 _MOST_SEEN = 256  # calls of one model of which it is known that they came once, or cannot be captured
 _MOST_CHANGES = 16  # of a model, one after the other, with no replay between: then no more is captured
+MOST_CARRIED = 2**26  # bytes of a cache that is copied into a graph and back, 0.1 ms of an H200's memory
 _MOST_VALUES = 64  # elements of a tensor on the host whose values tell one call from another
 
 
@@ -53,15 +55,18 @@ _copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_
 class Arguments:
     """The arguments of a call: a key that is equal for calls alike, and what a graph replaces.
 
-    tensors: those that are copied into a graph, each once. caches: objects whose tensors a graph reads and
-    writes where they lie.
+    tensors: those that are copied into a graph, each once. caches: objects that a call goes on with and writes
+    to. The tensors of small ones are among `tensors`, at `carried`, and are copied back; those of large ones,
+    `states`, are read and written where they lie.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device: torch.device):
         self.args, self.kwargs, self.device = args, kwargs, device
         self.tensors: list[Tensor] = []
         self.caches: list[Any] = []
+        self.carried: list[int] = []
         self.states: list[Tensor] = []
+        self._in_place: set[int] = set()
         self._places: dict[int, int] = {}
         self.key = self._key(args), self._key(kwargs)
 
@@ -82,8 +87,7 @@ class Arguments:
         if isinstance(value, tuple) and hasattr(cls, "_fields"):
             return cls, *map(self._key, value)
         if _is_cache(value):
-            self.caches.append(value)
-            return "cache", *_walked(value, self.states)
+            return self._cache(value)
         raise Refused(f"an argument of type {cls.__name__}, graphs need tensors, plain values and caches")
 
     def _tensor(self, x: Tensor) -> Any:
@@ -100,8 +104,28 @@ class Arguments:
         self.tensors.append(x)
         return "tensor", x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
-    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any]]:
-        """The arguments with others in the place of `tensors`, in containers of their own."""
+    def _cache(self, value: Any) -> Any:
+        self.caches.append(value)
+        held: list[Tensor] = []
+        structure = _walked(value, held)
+        if sum(x.nbytes for x in held) > MOST_CARRIED:
+            self._in_place.add(id(value))
+            self.states += held
+            return "cache", structure, *((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in held)
+        layouts = [self._tensor(x) for x in held]
+        self.carried += [self._places[id(x)] for x in held if id(x) in self._places]
+        return "carried cache", structure, *layouts
+
+    def is_same_after(self) -> bool:
+        """Whether the call has changed nothing but values in its tensors: no container, no cache's memory."""
+        now = Arguments(self.args, self.kwargs, self.device)
+        return now.key == self.key and list(map(id, now.tensors)) == list(map(id, self.tensors))
+
+    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any], list[Any]]:
+        """The arguments with others in the place of `tensors`, in containers and caches of their own, and
+        these caches."""
+        memo: Any = {key: tensors[place] for key, place in self._places.items()}
+        caches: list[Any] = []
 
         def replaced(value: Any) -> Any:
             cls = type(value)
@@ -112,9 +136,12 @@ class Arguments:
                 return cls(map(replaced, value))
             if cls is dict:
                 return {name: replaced(each) for name, each in value.items()}
+            if _is_cache(value):
+                caches.append(value if id(value) in self._in_place else copy.deepcopy(value, memo))
+                return caches[-1]
             return cls(*map(replaced, value)) if isinstance(value, tuple) and hasattr(cls, "_fields") else value
 
-        return replaced(self.args), replaced(self.kwargs)
+        return replaced(self.args), replaced(self.kwargs), caches
 
 
 _BY_VALUE = frozenset({
@@ -130,7 +157,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _walked(value: Any, tensors: list[Tensor]) -> tuple:
-    """What a cache holds, its tensors by address; `tensors` gets them."""
+    """What a cache holds, but for its tensors; `tensors` gets those."""
     found: list[Any] = []
     pending, seen = [value], set[int]()
     while pending:
@@ -139,7 +166,6 @@ def _walked(value: Any, tensors: list[Tensor]) -> tuple:
         found.append(cls)
         if cls in PLAIN_TENSORS:
             tensors.append(each)
-            found.append((each.data_ptr(), each.shape, each.stride(), each.dtype, each.device))
         elif cls in _BY_VALUE or cls is float:
             found.append(each)
         elif cls is dict:
@@ -199,9 +225,11 @@ class Buffers:
         if given:
             _copy_all(self._written, self._distinct.of(given))
 
-    def give_back(self, given: list[Tensor]) -> None:
-        """Copy out to the tensors of a call, which it has written into."""
-        _copy_all(self._distinct.of(given), self._written)
+    def give_back(self, given: list[Tensor], places: list[int]) -> None:
+        """Copy out to those tensors of a call that it has written into."""
+        if places:
+            into = self._distinct.of(given)
+            _copy_all([into[i] for i in places], [self._written[i] for i in places])
 
     def versions(self) -> list[int]:
         return [x._version for x in self.tensors]
@@ -343,7 +371,8 @@ class _Graph(NamedTuple):
     replay: Callable[[], None]
     buffers: Buffers
     outputs: Outputs
-    written: tuple[int, ...]  # places among the states of a call
+    moved: list[int]  # places among the tensors of a call, of those that are copied back
+    written: list[int]  # places among the states of a call
     alive: list[Tensor]  # read by the graph, and held by caches that may forget them
 
 
@@ -479,7 +508,12 @@ class Replays:
     def _first(self, run: Callable[..., Any], call: Arguments, key: Any) -> Any:
         """A call that nothing is known of: as it would be without graphs. What it does is looked at."""
         states = _random_states(call.device)
-        before = [x._version for x in call.tensors if not x.is_inference()]
+        inputs = [x for i, x in enumerate(call.tensors) if i not in call.carried]
+
+        def versions() -> list[int | None]:
+            return list(map(fallback.version_of, inputs))
+
+        before = versions()
         result = run(*call.args, **call.kwargs)
         with self._lock:
             self.eager["the first of its kind"] += 1
@@ -487,10 +521,10 @@ class Replays:
                 Outputs(result, call.tensors, call.caches, set())
                 if not all(map(torch.equal, states, _random_states(call.device))):
                     raise Refused("it draws random numbers")
-                if before != [x._version for x in call.tensors if not x.is_inference()]:
-                    raise Refused("it writes into an argument")
-                if Arguments(call.args, call.kwargs, call.device).key != call.key:
+                if not call.is_same_after():
                     raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
+                if before != versions():
+                    raise Refused("it writes into an argument")
                 self._note(key, _SEEN)
             except Refused as refused:
                 self._note(key, str(refused))
@@ -503,33 +537,40 @@ class Replays:
         try:
             self._make_room()
             buffers = Buffers(call.tensors)
+            call.with_tensors(buffers.tensors)
         except torch.OutOfMemoryError:
             raise self._without(key, "out of memory for copies of the inputs") from None
         except Refused as refused:
             self._note(key, str(refused))
             raise
+        except Exception as failure:  # of a cache that does not know how to be copied
+            self._note(key, f"a cache that cannot be copied ({graphs.reason_of(failure)})")
+            raise Refused("a cache that cannot be copied") from None
+
+        caches: list[Any] = []
 
         def captured_run() -> Any:
-            args, kwargs = call.with_tensors(buffers.tensors)
+            args, kwargs, caches[:] = call.with_tensors(buffers.tensors)
             with _as_now(call.device):
                 return run(*args, **kwargs)
 
         filled, states = buffers.versions(), _random_states(call.device)
-        versions = [fallback.version_of(x) for x in call.states]
+        versions = list(map(fallback.version_of, call.states))
         self._running = True
         try:
             try:
                 first = self._engine.run_beside(captured_run)
             except torch.OutOfMemoryError:
-                if call.caches or buffers.versions() != filled:  # nobody can tell what was written
+                if call.states:  # nobody can tell what was written
                     raise
                 raise self._without(key, "out of memory on copies of the inputs") from None
+            moved = [i for i, version in enumerate(buffers.versions()) if version != filled[i]]
+            buffers.give_back(call.tensors, moved)
             try:
-                self._check(snapshot, call, key, states)
-                if buffers.versions() != filled:
-                    buffers.give_back(call.tensors)
+                if not set(moved) <= set(call.carried):
                     raise Refused("it writes into an argument")
-                outputs = Outputs(first, buffers.tensors, call.caches, snapshot.storages())
+                self._check(snapshot, call, caches, buffers, states)
+                outputs = Outputs(first, buffers.tensors, caches, snapshot.storages())
             except Refused as refused:
                 self._note(key, str(refused))
                 return _own(first)
@@ -541,14 +582,12 @@ class Replays:
             outputs.copy_to(made)
             result = outputs.handed_out(made, call)
             del first, made
-            written = tuple(
-                i for i, (x, was) in enumerate(zip(call.states, versions, strict=True))
-                if was is not None and x._version != was
-            )  # fmt: skip
+            now = list(map(fallback.version_of, call.states))
+            written = [i for i, version in enumerate(now) if version != versions[i]]
             try:
                 graph = self._engine.capture(captured_run)
-                again = Outputs(graph.outputs, buffers.tensors, call.caches, snapshot.storages())
-                self._check(snapshot, call, key, None)
+                again = Outputs(graph.outputs, buffers.tensors, caches, snapshot.storages())
+                self._check(snapshot, call, caches, buffers, None)
                 if not again.is_like(outputs):
                     raise Refused("it returned other shapes when it was captured")
             except Refused as refused:
@@ -562,7 +601,7 @@ class Replays:
                 self._warn(f"turnout: {name} runs without a graph: {reason}; graph=False asks for none")
             else:
                 alive = list(remembered_tensors([type(x) for x in (model, *snapshot.modules)]))
-                self._note(key, _Graph(graph.replay, buffers, again, written, alive))
+                self._note(key, _Graph(graph.replay, buffers, again, moved, written, alive))
                 self.captured += 1
             return result
         finally:
@@ -597,13 +636,21 @@ class Replays:
         for key in [key for key, known in self._known.items() if isinstance(known, _Graph)]:
             del self._known[key]
 
-    def _check(self, snapshot: ModelSnapshot, call: Arguments, key: Any, states: list[Any] | None) -> None:
-        """That a run has changed nothing but tensors of caches."""
+    def _check(
+        self, snapshot: ModelSnapshot, call: Arguments, caches: list[Any], buffers: Buffers, states: list[Any] | None
+    ) -> None:  # fmt: skip
+        """That a run on buffers has changed nothing but values in tensors of caches."""
         change = snapshot.change()
         if change is not None:
             raise Refused(f"{change} by the call itself")
-        if Arguments(call.args, call.kwargs, call.device).key != key[0]:
-            raise Refused("a cache moves, grows or counts")
+        if not call.is_same_after():
+            raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
+        for ours, theirs in zip(caches, call.caches, strict=True):
+            held: list[Tensor] = []
+            same = ours is theirs or _walked(ours, held) == _walked(theirs, [])
+            if not same or not {id(x) for x in held} <= {id(x) for x in buffers.tensors}:
+                vars(theirs).update(vars(ours))  # the caller's goes on with what the run has made of the copy
+                raise Refused("a cache grows, moves or counts")
         if states is not None and not all(map(torch.equal, states, _random_states(call.device))):
             raise Refused("it draws random numbers")
 
@@ -625,6 +672,7 @@ class Replays:
             graph.buffers.fill(call.tensors)
             graph.replay()
             graph.outputs.copy_to(made)
+            graph.buffers.give_back(call.tensors, graph.moved)
         if graph.written:
             torch.autograd.graph.increment_version([call.states[i] for i in graph.written])
         self.replayed += 1

@@ -53,7 +53,7 @@ class _Choice(enum.Enum):
 UNSEEN, TORCH, REFERENCE, READ_MASK = _Choice
 
 # What calls have become is kept among what the op remembers, and forgotten with it.
-_memo: dict[Any, Any] = ATTENTION.memo
+_cache: dict[Any, Any] = ATTENTION.dispatch_cache
 _keys: collections.deque[tuple] = collections.deque()  # of ours, the oldest first
 
 
@@ -133,7 +133,7 @@ def _look_up(
     """The call with what is remembered of such calls; None where it is torch's."""
     # Autocast, and the dtypes of key and value, are asked about when the call may take a route.
     device = query.get_device()
-    facts = (
+    cache_key = (
         "sdpa", entered(), device, threads() if device < 0 else 0, query.shape, query.stride(), query.dtype,
         key.shape, key.stride(), value.shape, value.stride(),
         None if attn_mask is None else (attn_mask.shape, attn_mask.stride(), attn_mask.dtype),
@@ -143,16 +143,16 @@ def _look_up(
             or (attn_mask is not None and attn_mask.requires_grad)
         ),
     )  # fmt: skip
-    choice = remembered(facts, UNSEEN)
+    choice = remembered(cache_key, UNSEEN)
     if choice is TORCH or (choice is REFERENCE and ATTENTION.call is _op_call):
         return None
-    return _Call(choice, facts, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _Call(choice, cache_key, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 # Looked up in every call: a global is found sooner than an attribute.
 entered, remembered, threads, grad_enabled = (
     settings.entered.get,
-    _memo.get,
+    _cache.get,
     torch.get_num_threads,
     torch.is_grad_enabled,
 )
@@ -168,7 +168,7 @@ def _routed(call: _Call) -> Tensor | None:
         key = (*key, cast, k.dtype, v.dtype)
         choice = remembered(key, UNSEEN)
     if choice is UNSEEN:
-        choice = _settle(call, key)
+        choice = _dispatch_uncached(call, key)
     lengths: list[int] = []
     ends = None
     if choice is READ_MASK:
@@ -202,7 +202,7 @@ def _scale(call: _Call) -> float:
 
 def _is_ours(call: _Call) -> bool:
     """Whether this call is to be decided here. Asked of every call that may take a route; looks at what the
-    facts do not say."""
+    cache key does not say."""
     if F.scaled_dot_product_attention is not STOCK or not _all_backends_allowed():
         return False
     if tracing_state() is not None:
@@ -266,20 +266,20 @@ def _all_backends_allowed() -> bool:
 
 
 def _remember(key: tuple, choice: Any) -> Any:
-    _memo[key] = choice
+    _cache[key] = choice
     _keys.append(key)
     if len(_keys) > _MOST_REMEMBERED:
         with contextlib.suppress(IndexError):  # another thread may have taken the last one
-            _memo.pop(_keys.popleft(), None)
+            _cache.pop(_keys.popleft(), None)
     return choice
 
 
-def _settle(call: _Call, key: tuple) -> Any:
+def _dispatch_uncached(call: _Call, key: tuple) -> Any:
     """Decide about a call that looks like none before."""
     q, k, v, mask = call.query, call.key_states, call.value, call.mask
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     if any(x.device.type not in ("cpu", "cuda") for x in tensors) or blocked(tensors, False) is not None:
-        return TORCH  # not remembered: a plain call has the same facts
+        return TORCH  # not remembered: a plain call has the same key
     cast: Any = ATTENTION.cast((q, k, v, mask), _as_meta)
     if not _takes(call, *cast):
         return _remember(key, TORCH)

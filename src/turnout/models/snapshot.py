@@ -331,7 +331,8 @@ class _State:
             for key, each in list(value.items()):
                 self._describe(f"{path}[{key!r}]", each)
         elif isinstance(value, list | tuple):
-            self._lists.append(value)
+            if isinstance(value, list):  # a tuple stays what it is
+                self._lists.append(value)
             for i, each in enumerate(value):
                 self._describe(f"{path}[{i}]", each)
         elif isinstance(value, set | frozenset):

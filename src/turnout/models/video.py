@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout import ops
+from turnout.routing.settings import splitting
 
 # Writes its result into the tensor it is given, or returns it where that is None.
 Fill = Callable[["Tensor | None"], Tensor]
@@ -26,9 +27,18 @@ def causal_conv(
     """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`; and the frames to keep for the
     next chunk. x and cache stay two tensors: nothing is concatenated, and a chunk of just as many frames becomes the next cache as it is.
     """
+    split = splitting()
+    if split is not None:
+        return split.causal_conv(x, weight, bias, cache, padding, residual)
     y, kept = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
     # a view of a few frames would keep all of them alive
     return y, kept.clone() if x.shape[2] > kept.shape[2] and may_write(x) else kept
+
+
+def pixels_of_frame(x: Tensor) -> int:
+    """Of the whole frame, where this rank of a distributed model has a part of it: decisions by size are the same everywhere."""
+    split, pixels = splitting(), x.shape[3] * x.shape[4]
+    return pixels if split is None else split.pixels_of_frame(x)
 
 
 def per_frame(x: Tensor) -> Tensor:
@@ -54,6 +64,7 @@ def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] |
     """The result of `fill` inside a border, channels-last. Where tensors may be written, it is written there in the
     first place. size: frames, height and width of that result, where they are not those of x."""
     before, after, (high, wide), mode = border
+    split = splitting()
     if not may_write(x):
         inside = F.pad(fill(None), (wide, wide, high, high, 0, 0), mode=mode) if high or wide else fill(None)
         return torch.cat([*[inside[:, :, :1]] * before, inside, *[inside[:, :, -1:]] * after], 2)
@@ -64,12 +75,16 @@ def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] |
     body = buffer[:, :, before : before + frames]
     fill(body[:, :, :, high : high + height, wide : wide + width])
     for axis, edge, length in ((3, high, height), (4, wide, width)):
+        if split is not None and split.fill_border(body, axis, edge, mode):
+            continue
         for i in range(edge):
             mirrored = (2 * edge - i, edge + length - 2 - i) if mode == "reflect" else (edge, edge + length - 1)
             body.select(axis, i).copy_(body.select(axis, mirrored[0]))
             body.select(axis, edge + length + i).copy_(body.select(axis, mirrored[1]))
     buffer[:, :, :before] = body[:, :, :1]
     buffer[:, :, before + frames :] = body[:, :, -1:]
+    if split is not None:
+        split.is_bordered(buffer, (high, wide), mode)
     return buffer
 
 

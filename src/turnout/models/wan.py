@@ -24,8 +24,9 @@ from turnout.models.graphs import ENGINES, CapturedStep, layouts
 from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.snapshot import ModelSnapshot
-from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
+from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame, pixels_of_frame
 from turnout.routing.fallback import autocasts
+from turnout.routing.settings import splitting
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
 _CONVS, _NORMS = ("WanCausalConv3d", "QwenImageCausalConv3d"), ("WanRMS_norm", "QwenImageRMS_norm")
@@ -61,7 +62,7 @@ class CausalConv(Adapter):
 
     def forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         wide, _, high, _, before, _ = self._padding
-        if not (wide or high or before) or not may_write(x, self.weight):
+        if not (wide or high or before) or not may_write(x, self.weight) or splitting() is not None:
             with_cache = super().forward  # pyright: ignore[reportAttributeAccessIssue]
             return with_cache(x, cache_x) if wide or high or before else ops.conv3d(x, self.weight, self.bias, self.stride)
         held = 0 if cache_x is None or not before else cache_x.shape[2]
@@ -266,7 +267,7 @@ class Decoder(Adapter):
             start, feat_idx[0], x = waiting.pop()
             for i in range(start, len(stages)):
                 run, block, grows = stages[i]
-                large = block is not None and are_large(x.shape[3] * x.shape[4] * grows, x.device)
+                large = block is not None and are_large(pixels_of_frame(x) * grows, x.device)
                 alone = large and rings is not None and rings.settle(plain)
                 most = 1 if alone else PIECE
                 if x.shape[2] > most and feat_cache is not None:
@@ -475,6 +476,7 @@ class DecodeStream:
         self.captured: CapturedStep | None = None
         self._clip = Clip()
         self._running = threading.Lock()
+        self.of_ranks: dict[int, DecodeStream] = {}  # of a distributed model whose ranks are threads
 
     @property
     def cache(self) -> list | None:
@@ -490,10 +492,18 @@ class DecodeStream:
         self._refuse_if_running()
         self._drop_stale_graph()
         self._clip = Clip()
+        self.of_ranks.clear()
 
     def decode(self, z: Tensor) -> Tensor:
         """`[B, C, T, h, w]` latents to `[B, 3, frames, H, W]`: one frame for the very first latent of a clip,
         2 or 4 for each of the others. A call that raises changes nothing, see above."""
+        if torch.compiler.is_compiling():
+            return self.decode_alone(z)
+        distribution = getattr(type(self.vae), "_turnout_distribution", None)
+        return self.decode_alone(z) if distribution is None else distribution.decode_in(self, z)
+
+    def decode_alone(self, z: Tensor) -> Tensor:
+        """`decode` of what is given, also where the model is distributed."""
         if torch.compiler.is_compiling() and not self.graph:
             return self._decode_traced(z)
         self._refuse_if_running()
@@ -636,7 +646,7 @@ class DecodeStream:
         """For copies: no graph, no lock, and of the clip what its caches can be computed from."""
         clip = self._clip._replace(model=None, steady=False)
         clip = clip._replace(cache=None) if clip.latents is not None else clip
-        return {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip}
+        return {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip, "of_ranks": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

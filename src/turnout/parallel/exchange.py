@@ -28,6 +28,7 @@ class Engine(Protocol):
 
     rank: int
     ranks: int
+    is_alone: bool  # no other rank is there: nothing can be compared
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Send contiguous tensors to ranks, and fill contiguous tensors with what ranks send."""
@@ -35,6 +36,10 @@ class Engine(Protocol):
 
     def agree(self, said: Any) -> list[Any]:
         """What each rank says, in the order of ranks. Small, picklable, of the host."""
+        ...
+
+    def fail(self, failure: BaseException) -> None:
+        """End this call on all ranks, because of what this one raises."""
         ...
 
 
@@ -110,9 +115,7 @@ class Exchange:
         above = 0 if first and edge == "none" else before
         below = 0 if last and edge == "none" else after
         size = x.shape[dim]
-        shape = list(x.shape)
-        shape[dim] = above + size + below
-        whole = _empty(shape, x)
+        whole = empty_resized(x, dim, above + size + below)
         whole.narrow(dim, above, size).copy_(x)
         self.fill_halo(whole, above, below, before=before, after=after, edge=edge, dim=dim)
         return whole
@@ -152,10 +155,8 @@ class Exchange:
     def all_gather(self, part: Tensor, dim: int | None = None) -> Tensor:
         """The whole of a tensor that is split along `dim` as the latents are, in the part's memory format."""
         dim = (self.axis if dim is None else dim) % part.dim()
-        shape = list(part.shape)
-        shape[dim] = self.global_size(part.shape[dim])
-        whole = _empty(shape, part)
-        spans = self.spans(shape[dim])
+        whole = empty_resized(part, dim, self.global_size(part.shape[dim]))
+        spans = self.spans(whole.shape[dim])
         places = [whole.narrow(dim, begin, end - begin) for begin, end in spans]
         places[self.rank].copy_(part)
         packed = _packed(part)
@@ -173,10 +174,8 @@ class Exchange:
         if self.rank > 0:
             self.engine.exchange([(0, _packed(part))], [])
             return None
-        shape = list(part.shape)
-        shape[dim] = self.global_size(part.shape[dim])
-        whole = _empty(shape, part)
-        places = [whole.narrow(dim, begin, end - begin) for begin, end in self.spans(shape[dim])]
+        whole = empty_resized(part, dim, self.global_size(part.shape[dim]))
+        places = [whole.narrow(dim, begin, end - begin) for begin, end in self.spans(whole.shape[dim])]
         places[0].copy_(part)
         receives = [(rank, _room(places[rank])) for rank in range(1, self.ranks)]
         self.engine.exchange([], receives)
@@ -197,16 +196,44 @@ class Exchange:
         return found
 
 
-def _empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory for a tensor whose dimensions follow each other as those of `like` do."""
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
-    if like.dim() in (4, 5) and like.is_contiguous():
-        order = list(range(like.dim()))  # sizes of one say nothing of the order
-    strides, step = [0] * like.dim(), 1
-    for d in reversed(order):
-        strides[d] = step
-        step *= shape[d]
-    return torch.empty_strided(list(shape), strides, dtype=like.dtype, device=like.device)
+def empty_resized(like: Tensor, dim: int, size: int) -> Tensor:
+    """Memory for a tensor like this one, longer or shorter along one dimension, with its order of dimensions."""
+    shape = list(like.shape)
+    shape[dim] = size
+    strides = strides_resized(tuple(like.shape), like.stride(), dim, size)
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart. Those
+    of dimensions of size one count too, since routes are chosen by them.
+
+    >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4), strides_resized((1, 8, 1, 2, 3), (8, 1, 8, 24, 8), 3, 4)
+    ((96, 1, 96, 24, 8), (8, 1, 8, 24, 8))
+    """
+    dim %= len(shape)
+    step, found = strides[dim] if shape[dim] > 1 else _step_of_one(shape, strides, dim), list(strides)
+    found[dim] = step
+    for d, stride in enumerate(strides):
+        outer = stride > step or (stride == step and d < dim)
+        if d != dim and outer and step:
+            whole = stride % (step * shape[dim]) == 0
+            found[d] = stride // shape[dim] * size if whole else stride + step * (size - shape[dim])
+    return tuple(found)
+
+
+def _step_of_one(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
+    """How far apart rows would be where there is one, whose stride may be anything: behind each other within the
+    dimensions that are inner ones, all others for the first dimension."""
+    if dim == 0:
+        inner = range(1, len(shape))
+    else:
+        inner = [d for d in range(len(shape)) if d > dim or (d == 1 and len(shape) in (4, 5) and _is_innermost(shape, strides, 1))]
+    return max([strides[d] * shape[d] for d in inner if shape[d] > 1], default=1)
+
+
+def _is_innermost(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> bool:
+    return shape[dim] > 1 and all(strides[dim] < strides[d] for d in range(len(shape)) if d != dim and shape[d] > 1)
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -21,6 +20,8 @@ class Fake:
     >>> fake.messages
     [32]
     """
+
+    is_alone = True
 
     def __init__(self, rank: int, ranks: int):
         if not 0 <= rank < ranks:
@@ -45,6 +46,5 @@ class Fake:
     def agree(self, said: Any) -> list[Any]:
         return [said] * self.ranks
 
-    def synchronize(self, device: torch.device) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def fail(self, failure: BaseException) -> None:
+        """Nobody waits."""

@@ -112,6 +112,8 @@ class _Step:
 class Rank:
     """The engine of one thread."""
 
+    is_alone = False
+
     def __init__(self, rank: int, ranks: int, step: _Step):
         self.rank, self.ranks, self._step = rank, ranks, step
         self._sent: dict[int, int] = {}
@@ -133,6 +135,12 @@ class Rank:
         for other in others:
             self._send(other, said)
         return [said if rank == self.rank else self._receive(rank) for rank in range(self.ranks)]
+
+    def fail(self, failure: BaseException) -> None:
+        """Whoever waits is told by the step that this thread belongs to."""
+        if self._step.failure is None:
+            self._step.failure = failure
+        self._step.turn.notify_all()
 
     def _send(self, other: int, what: Any) -> None:
         number = self._sent[other] = self._sent.get(other, 0) + 1

@@ -1,4 +1,4 @@
-"""Devices: the peaks that costs are counted against, each with its source.
+"""Devices: what costs and guards may know of one. Peaks and fitted constants come from `devices/`, each with its source.
 
 Costs and guards see a `Device`, never a `torch.device`, so a choice can be explained for a card that is not in this machine.
 """
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turnout.routing import machine, versions
+from turnout.routing import device_files, machine, versions
 from turnout.routing.names import not_known
 
 KIB, MIB = 2**10, 2**20
+FITTED_ON = "nvidia-h200"  # whose constants hold for cards that have none of their own
 OPTIONAL = frozenset(["flash_attn_interface", "flash_attn.cute"])  # packages that a card asked for by name is without
 
 
@@ -40,7 +41,8 @@ class Device:
     of shared memory that one block may use. sibling: the name of a card with the same processor, whose measured
     rows stand in where this one has none. triton: the version that compiles for it, cudnn: torch's, such as 91900;
     None for a card that was asked for by name, of which nobody knows: the newest that was measured counts.
-    lacks: packages that routes need and that are not there; None: this machine is asked.
+    fitted_on: the file in `devices/` whose constants costs take; refitted: constants in place of some of those, by
+    section and name. lacks: packages that routes need and that are not there; None: this machine is asked.
 
     Of a CPU also: threads, that torch uses. vectors: torch's name of its instructions. one_dnn: the dtypes that
     oneDNN has kernels for. native_halves: the half types that it has instructions for. one_dnn_limit: the
@@ -63,6 +65,8 @@ class Device:
     sibling: str | None = None
     triton: versions.Version | None = None
     cudnn: int | None = None
+    fitted_on: str = FITTED_ON
+    refitted: Mapping[str, Mapping[str, float]] = field(default_factory=dict, hash=False)
     lacks: frozenset[str] | None = OPTIONAL
     threads: int = 1
     vectors: str = ""
@@ -70,6 +74,17 @@ class Device:
     native_halves: frozenset[torch.dtype] = frozenset()
     one_dnn_limit: str | None = None
     careful_loop: bool | None = None
+
+    def fitted(self, section: str) -> device_files.Constants:
+        """The constants that costs of one kind were fitted with, such as those of "dot.two-stage".
+
+        >>> Device.named("a100").fitted("dot.two-stage").share
+        0.9
+        """
+        values: Mapping[str, float] = device_files.sections(self.fitted_on).get(section, {})
+        if self.refitted:
+            values = {**values, **self.refitted.get(section, {})}
+        return device_files.Constants(section, values)
 
     def has(self, package: str) -> bool:
         """Whether a package that a route needs is there.
@@ -122,7 +137,7 @@ class Device:
         """The known device that people call `name`, whether or not this machine has it.
 
         Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several cards
-        and have a number in them ("h100"), the first in `KNOWN` is meant.
+        and have a number in them ("h100"), the first in `known_cards()` is meant.
 
         >>> {Device.named(name).name for name in ("4090", "rtx4090", "rtx-4090", "RTX 4090", "GeForce RTX 4090")}
         {'NVIDIA GeForce RTX 4090'}
@@ -130,12 +145,12 @@ class Device:
         wanted = _letters(name)
         if wanted == "cpu":
             return cpu()
-        matches = [device for device in KNOWN if wanted and wanted in _aliases(device)]
+        matches = [device for device in known_cards() if wanted and wanted in _aliases(device)]
         has_number = any(letter.isdigit() for letter in wanted)
         if not matches or (len(matches) > 1 and not has_number):
-            known = ["cpu", *(device.slug for device in KNOWN)]
+            known = ["cpu", *(device.slug for device in known_cards())]
             if not matches:
-                spellings = {alias: device.slug for device in KNOWN for alias in _aliases(device)}
+                spellings = {alias: device.slug for device in known_cards() for alias in _aliases(device)}
                 raise not_known("device", name, known, spellings)
             fitting = ", ".join(device.slug for device in matches)
             raise ValueError(f"device {name!r} fits {fitting}; name one of: {', '.join(known)}")
@@ -218,7 +233,7 @@ def _triton_backend(device_type: str) -> str | None:
 def _of_cuda(index: int) -> Device:
     seen = torch.cuda.get_device_properties(index)
     here: dict[str, Any] = {"triton": versions.minor(versions.triton()), "cudnn": machine.cudnn(), "lacks": None}
-    known = {device.name: device for device in KNOWN}.get(seen.name)
+    known = {device.name: device for device in known_cards()}.get(seen.name)
     if known is not None:
         return replace(known, **here)
     here["backend"] = None if versions.triton() is None else "hip" if torch.version.hip else "cuda"
@@ -239,38 +254,29 @@ def cpu() -> Device:
 
 @functools.cache
 def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
-    source = "measured once, 2 cores of an Ice Lake Xeon at 2.8 GHz, torch 2.13: reading 200 MB took 9.8 ms"
-    cores = os.cpu_count() or 1
+    known = device_files.load(device_files.CPU)
+    peaks, cores = known["peaks"], os.cpu_count() or 1
+    flops = {kind: Figure(peaks[kind] * cores / peaks["cores"], peaks["source"]) for kind in ("float32", "float64")}
     return Device(
-        name="cpu", type="cpu", bandwidth=Figure(21e9, source), units=cores, cache=48 * MIB,
-        flops={"float32": Figure(130e9 * cores / 2, source), "float64": Figure(65e9 * cores / 2, source)},
+        name="cpu", type="cpu", bandwidth=Figure(peaks["bytes"], peaks["source"]), units=cores,
+        cache=known["cache_mib"] * MIB, flops=flops, fitted_on=device_files.CPU,
         lacks=None, threads=threads, vectors=torch.backends.cpu.get_cpu_capability(), one_dnn=machine.one_dnn_dtypes(),
         native_halves=machine.native_halves(), one_dnn_limit=one_dnn_limit,
     )  # fmt: skip
 
 
-def _gpu(name, capability, units, cache_mib, shared_kib, tbps, half, tf32, single, source, **more):
-    peaks = {"bfloat16": half, "float16": half, "tf32": tf32, "float32": single}
+@functools.cache
+def known_cards() -> tuple[Device, ...]:
+    """The cards in `devices/`; of those that fit a name, the first is meant."""
+    return tuple(map(_card, device_files.cards()))
+
+
+def _card(file: Mapping[str, Any]) -> Device:
+    peaks = file["peaks"]
+    flops = {kind: Figure(peaks[kind] * 1e12, peaks["source"]) for kind in ("bfloat16", "float16", "tf32", "float32")}
+    major, minor = file["capability"]
     return Device(
-        name=name, type="cuda", capability=capability, units=units, cache=int(cache_mib * MIB), shared=shared_kib * KIB,
-        bandwidth=Figure(tbps * 1e12, source), flops={dtype: Figure(peak * 1e12, source) for dtype, peak in peaks.items()},
-        **{"backend": "cuda", **more},
+        name=file["name"], type="cuda", backend=file["backend"], capability=(major, minor), units=file["units"],
+        cache=int(file["cache_mib"] * MIB), shared=file["shared_kib"] * KIB, sibling=file.get("sibling"), flops=flops,
+        bandwidth=Figure(peaks["terabytes"] * 1e12, peaks["source"]), fitted_on=file.get("fitted_on", FITTED_ON),
     )  # fmt: skip
-
-
-# Dense rates, without sparsity. Columns: name as the driver gives it, compute capability, multiprocessors, L2 in MiB, shared memory
-# a block may use in KiB, memory in TB/s, then TFLOP/s for fp16 and bf16 with fp32 accumulation, TF32, plain fp32.
-KNOWN = (
-    _gpu("NVIDIA H200", (9, 0), 132, 60, 227, 4.8, 989.4, 494.7, 66.9, "NVIDIA H200 Tensor Core GPU datasheet; L2 as torch 2.11 reads it"),
-    _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 50, 227, 3.35, 989.4, 494.7, 66.9, "NVIDIA H100 architecture whitepaper, SXM5",
-         sibling="NVIDIA H200"),
-    _gpu("NVIDIA H100 PCIe", (9, 0), 114, 50, 227, 2.0, 756, 378, 51.2, "NVIDIA H100 architecture whitepaper, PCIe"),
-    _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40, 163, 2.039, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU datasheet, 80 GB SXM"),
-    _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40, 163, 1.555, 312, 156, 19.5, "NVIDIA A100 Tensor Core GPU architecture whitepaper"),
-    _gpu("NVIDIA B200", (10, 0), 148, 126, 227, 8.0, 2250, 1100, 75, "NVIDIA HGX B200 datasheet, one of eight"),
-    _gpu("NVIDIA L40S", (8, 9), 142, 96, 99, 0.864, 362, 183, 91.6, "NVIDIA L40S datasheet"),
-    _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 72, 99, 1.008, 165.2, 82.6, 82.6, "NVIDIA Ada whitepaper, appendix A"),
-    _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 96, 99, 1.792, 209.5, 104.8, 104.8, "NVIDIA RTX Blackwell whitepaper, appendix A"),
-    _gpu("AMD Instinct MI300X", (9, 4), 304, 256, 64, 5.3, 1307.4, 653.7, 163.4, "AMD Instinct MI300X datasheet; its Infinity Cache",
-         backend="hip"),
-)  # fmt: skip

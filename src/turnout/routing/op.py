@@ -1,4 +1,4 @@
-"""Op and Route: one meaning, several tracks, and the short path a call takes between them."""
+"""Op and Route: one meaning, several routes, and the short path a call takes between them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device
-from turnout.routing.driving import driver
 from turnout.routing.fallback import (
     AUTOCAST_ON,
     Blocked,
@@ -31,6 +31,8 @@ from turnout.routing.fallback import (
     tracing_state,
 )
 from turnout.routing.outputs import views_unrecorded
+from turnout.routing.prepared import Prepare, Prepared
+from turnout.routing.runtime_checks import with_runtime_checks
 from turnout.routing.table import Tables
 
 Numerics = Literal["exact", "close", "lossy"]
@@ -38,14 +40,15 @@ Guard = Callable[[Any, Device], Iterable[str]]
 Cost = Callable[[Any, Device], "float | None"]
 F = TypeVar("F", bound=Callable[..., Any])
 Config = dict[str, "int | float | str | bool"]
-Bind = Callable[[Callable[..., Any], tuple, Config], "Callable[..., Any] | None"]
 
 OPS: dict[str, Op] = {}
 _watchers: list[Callable[[Op, tuple], None]] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
-_MOST_REMEMBERED = 4096  # calls, of all ops together
-_remembered: collections.deque[tuple[dict, tuple]] = collections.deque()  # the oldest first: an op's memo and the facts
+_MOST_CACHED = 4096  # calls, of all ops together
+_cached: collections.deque[tuple[dict, tuple]] = collections.deque()  # the oldest first: a dispatch cache and a key
+_cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
+_clearings = 0  # how often they were cleared: what was chosen before is not added after
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
@@ -62,6 +65,8 @@ class Route:
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an argument.
+    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the whole's, bit
+    for bit; None where that is not known.
     """
 
     name: str
@@ -71,20 +76,23 @@ class Route:
     numerics: Numerics
     version: int
     configs: Callable[[Any, Device], Sequence[Config]]
-    bound: Bind | None = None
+    prepare: Prepare | None = None
     kernels: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     fails_before_writing: bool = False
+    grain: int | None = None
 
     @functools.cached_property
     def code_hash(self) -> str:
         """A hash of the kernels' source: what was measured with other kernels does not count."""
         return code_hash(*self.kernels)
 
-    def ready(self, args: tuple, config: Config) -> Callable[..., Any]:
-        """`run` with a configuration, for calls with the facts of these arguments: `bound` has worked out what follows from them."""
-        run = functools.partial(self.run, **config) if config else self.run
-        return (self.bound(run, args, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config}) if self.bound else None) or run
+    def prepared(self, args: tuple, config: Config) -> Prepared:
+        """This route with a configuration, for calls with the cache key of these arguments: see `Op.route`."""
+        prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
+        call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
+        prepared.call = call or prepared.call
+        return prepared
 
 
 class Work(NamedTuple):
@@ -140,7 +148,7 @@ class Op:
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
-        self.memo: dict[tuple, Callable[..., Any]] = {}
+        self.dispatch_cache: dict[tuple, Callable[..., Any]] = {}
         self.opaque, self.when_compiled = _register(self)
         self.call = _written_out(self)
         OPS[name], settings.ROUTES[name] = self, self.routes
@@ -150,11 +158,16 @@ class Op:
 
     def route(
         self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
-        configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), bound: Bind | None = None,
+        configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), prepare: Prepare | None = None,
         kernels: Sequence[str] = (), in_place: Sequence[str] = (), fails_before_writing: bool = False,
+        grain: int | None = None,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-        """Declare a route: see CONTRIBUTING, "Add a route". `bound(run, args, config)` may give what runs a call like that one (the same
-        shapes, strides, dtypes, devices and plain arguments) at less host time than `run`; None where it cannot."""
+        """Declare a route: see CONTRIBUTING, "Add a route".
+
+        prepare: called with a `Prepared` and the arguments of a call, it may return what runs calls like that one (the
+        same shapes, strides, dtypes, devices and plain arguments) at less host time than the route's own function; or
+        None.
+        """
 
         def declare(run: Callable[..., Any]) -> Callable[..., Any]:
             given = list(inspect.signature(run).parameters.values())
@@ -172,7 +185,18 @@ class Op:
             if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
                 raise TypeError(f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read")
             self.routes[name] = Route(
-                name, run, refuses, cost, numerics, version, configs, bound, tuple(kernels), tuple(in_place), fails_before_writing
+                name,
+                run,
+                refuses,
+                cost,
+                numerics,
+                version,
+                configs,
+                prepare,
+                tuple(kernels),
+                tuple(in_place),
+                fails_before_writing,
+                grain,
             )
             return run
 
@@ -205,24 +229,40 @@ class Op:
         with torch.no_grad(), contextlib.nullcontext() if self.mutates else views_unrecorded():
             return self(*args)
 
-    def settle(self, facts: tuple | None, *args: Any) -> Any:
-        """A call that looks like none before: choose for it, remember that under its facts, and run it. None: facts that cannot be had."""
-        if isinstance(settings.entered.get(), settings.Asking):
+    def dispatch_uncached(self, cache_key: tuple | None, *args: Any) -> Any:
+        """Select a route for a call that is not in the dispatch cache, cache the choice, and run it.
+
+        `cache_key` is None if it could not be built (wrong argument types, symbolic sizes). The reference then runs,
+        so that the caller sees torch's own error.
+        """
+        now = settings.entered.get()
+        if isinstance(now, settings.Asking):
             raise settings.Asked(self, args)
-        if facts is None or tracing_state() is not None:
+        if isinstance(now, settings.Split):
+            run = now.plan(self, args)
+            return (run if cache_key is None else self._cache(cache_key, run, _clearings))(*args)
+        if cache_key is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
-            # not remembered: the facts of a meta tensor are those of a CPU tensor
+            # not cached: the key of a meta tensor is that of a CPU tensor
             return self._reference_run(args)(*args)
         if blocked(args, False) is not None:
-            return self._left_to_torch(*args)  # nor is this: a plain call has the same facts
-        run = self.memo[facts] = self._chosen(args)
-        _remembered.append((self.memo, facts))
-        if len(_remembered) > _MOST_REMEMBERED:
-            with contextlib.suppress(IndexError):  # another thread may have forgotten them all
-                memo, oldest = _remembered.popleft()
-                memo.pop(oldest, None)
-        return run(*args)
+            return self._left_to_torch(*args)  # nor is this: a plain call has the same key
+        clearings = _clearings
+        return self._cache(cache_key, self._chosen(args), clearings)(*args)
+
+    def _cache(self, cache_key: tuple, run: Callable[..., Any], clearings: int) -> Callable[..., Any]:
+        """Remember what runs calls with this key, unless the cache was cleared since `clearings`; another thread's,
+        if it was first."""
+        with _cache_lock:
+            if clearings == _clearings:
+                ours, run = run, self.dispatch_cache.setdefault(cache_key, run)
+                if run is ours:
+                    _cached.append((self.dispatch_cache, cache_key))
+            while len(_cached) > _MOST_CACHED:
+                cache, oldest = _cached.popleft()
+                cache.pop(oldest, None)
+        return run
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
@@ -235,15 +275,16 @@ class Op:
         if verdict.chosen == REFERENCE:
             run = self._reference_run(args)
         elif key.wants_grad:
-            run = self.driven(self.opaque, args)
+            run = self.with_runtime_checks(self.opaque, args)
         else:
             route = self.routes[verdict.chosen]
-            run = self.driven(route.ready(args, dict(verdict.config)), args, route)
+            prepared = route.prepared(args, dict(verdict.config))
+            run = self.with_runtime_checks(prepared.call, args, route)
         next_try = self.failed.next_try(key)
         return run if next_try is None else self._until(next_try, run)
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
-        """The reference as it is run, for arguments with the facts of these."""
+        """The reference as it is run, for arguments with the cache key of these."""
         return writing.reference_run(self, args) if self.mutates else self.builtin or self.plain
 
     def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,18 +293,22 @@ class Op:
         def call(*args: Any) -> Any:
             if self.failed.now() < end:
                 return run(*args)
-            self.memo.clear()
+            self.dispatch_cache.clear()
             return self(*args)
 
         return call
 
-    def driven(self, run: Callable[..., Any], like: tuple, route: Route | None = None) -> Callable[..., Any]:
-        """A route as it is run, for arguments with the facts of these. What only torch can handle goes to the reference: transforms, modes,
-        subclasses, lazy negation and conjugation, tensors elsewhere. That is asked here, not among the facts: a call which takes the
-        reference does not pay for it; `fallback.blocked` asks the same, for the words. Where `route` is given, a launch that fails is
-        followed by the next route."""
-        writes = writing.Writes(self, like, () if route is None else route.in_place) if self.mutates else None
-        reference = writing.reference_run(self, like) if self.mutates else self.plain
+    def with_runtime_checks(self, run: Callable[..., Any], example_args: tuple, route: Route | None = None) -> Callable[..., Any]:
+        """A route as it is run, for arguments with the cache key of these.
+
+        What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and conjugation,
+        tensors elsewhere. That is asked here and is not in the cache key: a call which takes the reference does not
+        pay for it; `fallback.blocked` asks the same, for the words. Where `route` is given, a launch that fails is
+        followed by the next route.
+        """
+        in_place = () if route is None else route.in_place
+        writes = writing.Writes(self, example_args, in_place) if self.mutates else None
+        reference = writing.reference_run(self, example_args) if self.mutates else self.plain
 
         def failed(failure: Exception, *args: Any) -> Any:
             if route is None or failures.kind_of(failure) is None:
@@ -271,8 +316,9 @@ class Op:
             return self._fall_through(route, failure, args)
 
         names, minds_autocast = tuple(self.signature.parameters), self.autocast == "reference"
-        return driver(
-            self.name, names, like, run, reference, self._left_to_torch, failed, minds_autocast=minds_autocast, writes=writes
+        return with_runtime_checks(
+            self.name, names, example_args, run, reference, self._left_to_torch, failed, minds_autocast=minds_autocast,
+            writes=writes,
         )  # fmt: skip
 
     def _left_to_torch(self, *args: Any) -> Any:
@@ -404,54 +450,56 @@ class Op:
 
 
 def _written_out(op: Op) -> Callable[..., Any]:
-    """The way of a call, written out for the op's signature, as namedtuple does: gathering the facts in a loop would cost more than all
-    the rest. The facts are everything the choice depends on; a call whose facts were seen before is one look-up away from its kernel."""
+    """The function that users call, written out for the op's signature, as namedtuple does: a loop over arguments would
+    cost more than all the rest. Its cache key is everything the choice depends on; a call whose key is in the dispatch
+    cache is one look-up away from its kernel."""
     tensor = "{0}.shape, {0}.stride(), {0}.dtype"
-    facts, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
+    key, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     if op.ambient is not None:
-        facts.append(f"ambient({next(iter(op.signature.parameters))})")
+        key.append(f"ambient({next(iter(op.signature.parameters))})")
     # That the others are on this device too is asked of routes only. On a CPU, times and costs go with torch's threads.
-    facts += [f"(device := {next(iter(op.signature.parameters))}.get_device())", "threads() if device < 0 else 0"]
+    key += [f"(device := {next(iter(op.signature.parameters))}.get_device())", "threads() if device < 0 else 0"]
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
         if kind in ("Tensor", str(Tensor)):
-            facts.append(tensor.format(name))
+            key.append(tensor.format(name))
             grads.append(f"{name}.requires_grad")
         elif "Tensor" in kind:
-            facts.append(f"None if {name} is None else ({tensor.format(name)})")
+            key.append(f"None if {name} is None else ({tensor.format(name)})")
             grads.append(f"({name} is not None and {name}.requires_grad)")
         else:
-            facts.append(f"tuple({name})" if "list" in kind.lower() else name)
-    facts.append(f"grad_enabled() and ({' or '.join(grads)})")
+            key.append(f"tuple({name})" if "list" in kind.lower() else name)
+    key.append(f"grad_enabled() and ({' or '.join(grads)})")
     arguments = ", ".join(op.signature.parameters)
     source = f"""
 def {op.name}({arguments}):
     if compiling():
         return when_compiled({arguments})
     try:
-        facts = ({", ".join(facts)})
-        run = seen(facts)
+        cache_key = ({", ".join(key)})
+        run = cached(cache_key)
     except Exception as failure:
         raise_if_interrupted(failure, look_up, {arguments})
-        return settle(None, {arguments})  # arguments of the wrong kind, symbolic sizes: torch knows what to say
+        return dispatch_uncached(None, {arguments})  # arguments of the wrong kind, symbolic sizes: torch knows what to say
     if run is None:
-        return settle(facts, {arguments})
+        return dispatch_uncached(cache_key, {arguments})
     return run({arguments})
 
 def look_up({arguments}):
-    return seen(({", ".join(facts)}))
+    return cached(({", ".join(key)}))
 """
     known = {
         "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
-        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "seen": op.memo.get, "settle": op.settle,
-        "ambient": op.ambient, "raise_if_interrupted": _raise_if_interrupted, "threads": torch.get_num_threads,
+        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "cached": op.dispatch_cache.get,
+        "dispatch_uncached": op.dispatch_uncached, "ambient": op.ambient,
+        "raise_if_interrupted": _raise_if_interrupted, "threads": torch.get_num_threads,
     }  # fmt: skip
     exec(source, known)
     return known[op.name]
 
 
 def _raise_if_interrupted(failure: BaseException, look_up: Callable[..., Any], *args: Any) -> None:
-    """Raise a failure to look up the facts unless it comes again: then it lies in the arguments, else it came from outside, from the
+    """Raise a failure to look up a call unless it comes again: then it lies in the arguments, else it came from outside, from the
     handler of a signal. A failure from outside that comes meanwhile is raised as well."""
     failed = [failure]
     for _ in range(4):
@@ -485,10 +533,13 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
 
 
 def forget_choices() -> None:
-    """Drop every remembered choice: a table changed, or a route failed."""
-    _remembered.clear()
-    for op in OPS.values():
-        op.memo.clear()
+    """Drop every cached choice and all that was prepared for it: a table changed, or a route failed."""
+    global _clearings
+    with _cache_lock:
+        _clearings += 1
+        _cached.clear()
+        for op in OPS.values():
+            op.dispatch_cache.clear()
 
 
 def _has_routes(device: torch.device) -> bool:

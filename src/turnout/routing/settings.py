@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,6 +24,24 @@ class Settings:
 
 class Asking(Settings):
     """Settings of a call that is only asked about: its op says what it was given instead of running it."""
+
+
+class Split(Settings):
+    """Settings inside a model that is split over ranks: each op asks `plan(op, args)` for what runs calls like
+    one that it has not seen, and runs it on this rank's part."""
+
+    def __init__(self, pins: Mapping[str, str], numerics: str, plan: Callable[[Any, tuple], Callable[..., Any]]):
+        super().__init__(pins, numerics)
+        self.plan = plan
+        self._others: dict[tuple, Split] = {}
+
+    def with_choices(self, pins: Mapping[str, str], numerics: str) -> Split:
+        """The same plan under other pins and another level. Equal ones are one object."""
+        key = (tuple(sorted(pins.items())), numerics)
+        if key not in self._others:
+            self._others[key] = Split(pins, numerics, self.plan)
+            self._others[key]._others = self._others
+        return self._others[key]
 
 
 class Asked(Exception):
@@ -70,6 +88,31 @@ def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
         return _known.setdefault(key, Settings(pins, numerics))
 
 
+def _changed(now: Settings, pins: Mapping[str, str], numerics: str) -> Settings:
+    return now.with_choices(pins, numerics) if isinstance(now, Split) else _settings(pins, numerics)
+
+
+def splitting() -> Any:
+    """The plan of the split model that is running in this thread; None where there is none."""
+    now = entered.get()
+    return now.plan if isinstance(now, Split) else None
+
+
+# A split model is not compiled from outside, so in a traced graph the answer is that of the time it was traced.
+splitting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def plainly(now: Split) -> contextlib.AbstractContextManager[None]:
+    """The same pins and level without the split, for what every rank computes whole."""
+    return entering(_settings(now.pins, now.numerics))
+
+
+def split_by(plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
+    """The settings in force now, split by this plan."""
+    now = current()
+    return Split(now.pins, now.numerics, plan)
+
+
 def check_level(level: str) -> str:
     if level not in LEVELS:
         raise not_known("numerics level", level, LEVELS)
@@ -95,7 +138,8 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _entered(settings: Settings) -> Iterator[None]:
+def entering(settings: Settings) -> Iterator[None]:
+    """These settings for the length of a `with` block."""
     token = entered.set(settings)
     try:
         yield
@@ -106,7 +150,7 @@ def _entered(settings: Settings) -> Iterator[None]:
 def asking() -> contextlib.AbstractContextManager[None]:
     """Inside this block a call of an op raises `Asked`. The settings are new: no remembered call has them."""
     now = current()
-    return _entered(Asking(now.pins, now.numerics))
+    return entering(Asking(now.pins, now.numerics))
 
 
 def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
@@ -127,7 +171,7 @@ def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
     """
     pins = pins_of_ops(routes)
     now = current()
-    return _entered(_settings({**now.pins, **pins}, now.numerics))
+    return entering(_changed(now, {**now.pins, **pins}, now.numerics))
 
 
 def numerics(level: str) -> contextlib.AbstractContextManager[None]:
@@ -141,4 +185,4 @@ def numerics(level: str) -> contextlib.AbstractContextManager[None]:
     'reference'
     """
     now = current()
-    return _entered(_settings(now.pins, check_level(level)))
+    return entering(_changed(now, now.pins, check_level(level)))

@@ -12,21 +12,8 @@ if TYPE_CHECKING:
     from turnout.ops.attention import Attention
 
 HALF = (torch.float16, torch.bfloat16)
-LAUNCH = 12e-6
-
-# Shares of the peak at a head dim of 128 and of 64, measured on an H200 in bfloat16 (NOTES.md).
-SHARES = {
-    "cudnn": (0.63, 0.41),
-    "flash": (0.33, 0.27),
-    "efficient": (0.165, 0.165),
-    "triton": (0.385, 0.27),
-    "cudnn, mask over keys": (0.36, 0.25),
-    "triton, mask over keys": (0.275, 0.2),
-    "any mask": (0.123, 0.123),
-}
 STEP = 128  # keys at a time of cuDNN's kernel for Hopper
-UNEVEN = 0.885  # its share of the speed where they do not come out even
-EFFICIENT_WIDE, WIDE, WIDE_HOPPER = 0.15, 0.2, 0.55  # head dims from 257 on, with all of the card at work
+FITTED = "attention"  # the section of a device's constants: shares of the peak and times of the host
 
 
 def flops(problem: Attention) -> int:
@@ -44,7 +31,8 @@ def at_share(share: float, problem: Attention, device: Device) -> float | None:
     peak = device.flops.get(str(problem.dtype).removeprefix("torch."))
     if peak is None or device.type != "cuda":
         return None
-    return max(LAUNCH, 4e-6 + flops(problem) / (share * peak.value))
+    fitted = device.fitted(FITTED)
+    return max(fitted.launch, fitted.start + flops(problem) / (share * peak.value))
 
 
 def was_measured(device: Device) -> bool:
@@ -52,13 +40,15 @@ def was_measured(device: Device) -> bool:
     return device.capability is not None and device.capability[0] == 9
 
 
-def share_of(kernel: str, problem: Attention) -> float:
-    return SHARES[kernel][max(problem.dim, problem.dim_v) <= 64]
+def share_of(kernel: str, problem: Attention, device: Device) -> float:
+    """The share of the peak that a kernel reaches."""
+    narrow = max(problem.dim, problem.dim_v) <= 64
+    return getattr(device.fitted(FITTED), f"{kernel}_of_64" if narrow else kernel)
 
 
 def cudnn_share(problem: Attention, device: Device) -> float:
     uneven = was_measured(device) and problem.keys % STEP and problem.mask is None and problem.padding is None
-    return share_of("cudnn", problem) * (UNEVEN if uneven else 1.0)
+    return share_of("cudnn", problem, device) * (device.fitted(FITTED).uneven if uneven else 1.0)
 
 
 def filled(problem: Attention, device: Device, rows: int) -> float:
@@ -79,14 +69,14 @@ def torch_share(problem: Attention, device: Device) -> float:
     dim = max(problem.dim, problem.dim_v)
     by_cudnn = problem.dtype in HALF and prefers_cudnn(device) and dim <= 128 and dim % 8 == 0
     if problem.mask in ("bool", "float"):
-        return share_of("any mask", problem)
+        return share_of("any_mask", problem, device)
     if problem.mask == "keys" or problem.padding is not None:
-        return share_of("cudnn, mask over keys" if by_cudnn else "any mask", problem)
+        return share_of("cudnn_mask_over_keys" if by_cudnn else "any_mask", problem, device)
     if by_cudnn:
         return cudnn_share(problem, device)
     if problem.dtype in HALF and dim <= 256 and problem.dim == problem.dim_v:
-        return share_of("flash", problem)
-    return share_of("efficient", problem) if dim <= 256 else EFFICIENT_WIDE * filled(problem, device, 64)
+        return share_of("flash", problem, device)
+    return share_of("efficient", problem, device) if dim <= 256 else device.fitted(FITTED).efficient_wide * filled(problem, device, 64)
 
 
 def reference(problem: Attention, device: Device) -> float | None:
@@ -95,14 +85,15 @@ def reference(problem: Attention, device: Device) -> float | None:
     whole = problem._replace(share=100, causal=problem.causal and not masked)
     if device.type == "cuda":
         return at_share(torch_share(problem, device), whole, device)
-    seconds = cpu(whole, device)
-    return None if seconds is None else 1.3 * seconds + 60e-6 if masked else seconds
+    seconds, fitted = cpu(whole, device), device.fitted(FITTED)
+    return None if seconds is None else fitted.masked * seconds + fitted.masked_start if masked else seconds
 
 
 def cpu(problem: Attention, device: Device) -> float | None:
     """torch's flash kernel on a CPU."""
     peak = device.flops.get("float64" if problem.dtype is torch.float64 else "float32")
-    return None if peak is None or device.type != "cpu" else 20e-6 + flops(problem) / (0.5 * peak.value)
+    fitted = device.fitted(FITTED)
+    return None if peak is None or device.type != "cpu" else fitted.start + flops(problem) / (fitted.share * peak.value)
 
 
 def cudnn(problem: Attention, device: Device) -> float | None:
@@ -110,14 +101,15 @@ def cudnn(problem: Attention, device: Device) -> float | None:
 
 
 def flash(problem: Attention, device: Device) -> float | None:
-    return at_share(share_of("flash", problem), problem, device) if was_measured(device) else None
+    return at_share(share_of("flash", problem, device), problem, device) if was_measured(device) else None
 
 
 def efficient(problem: Attention, device: Device) -> float | None:
     if not was_measured(device):
         return None
     wide = max(problem.dim, problem.dim_v) > 256
-    return at_share(EFFICIENT_WIDE * filled(problem, device, 64) if wide else share_of("efficient", problem), problem, device)
+    share = device.fitted(FITTED).efficient_wide * filled(problem, device, 64) if wide else share_of("efficient", problem, device)
+    return at_share(share, problem, device)
 
 
 def narrow(problem: Attention, device: Device) -> float | None:
@@ -125,11 +117,12 @@ def narrow(problem: Attention, device: Device) -> float | None:
     us at 2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two parts and copied too."""
     unpadded = problem._replace(padding=None)
     copied = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
+    fitted = device.fitted(FITTED)
     if device.type == "cpu":
-        whole, each = cpu(unpadded, device), 10e-6
+        whole, each = cpu(unpadded, device), fitted.narrow_each
     else:
-        whole, each = at_share(torch_share(unpadded, device), unpadded, device), 2 * LAUNCH
-    return None if whole is None or copied is None else 1.05 * whole + copied + each * problem.batch
+        whole, each = at_share(torch_share(unpadded, device), unpadded, device), 2 * fitted.launch
+    return None if whole is None or copied is None else fitted.narrow * whole + copied + each * problem.batch
 
 
 def common(problem: Attention, device: Device) -> float | None:
@@ -146,7 +139,7 @@ def common_together(problem: Attention, device: Device) -> float | None:
         return None
     shared = at_share(torch_share(_even(problem), device), _even(problem)._replace(share=problem.common), device)
     rest = _rest(problem, device)
-    return None if shared is None or rest is None else max(110e-6, shared + rest)
+    return None if shared is None or rest is None else max(device.fitted(FITTED).together_host, shared + rest)
 
 
 def common_apart(problem: Attention, device: Device) -> float | None:
@@ -156,7 +149,10 @@ def common_apart(problem: Attention, device: Device) -> float | None:
         return None
     whole, rest = at_share(torch_share(_even(problem), device), _even(problem), device), _rest(problem, device)
     copied = device.seconds(2 * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
-    return None if whole is None or rest is None or copied is None else max(150e-6 * problem.batch, whole + 0.3 * rest + copied)
+    if whole is None or rest is None or copied is None:
+        return None
+    fitted = device.fitted(FITTED)
+    return max(fitted.apart_host * problem.batch, whole + fitted.apart * rest + copied)
 
 
 def _even(problem: Attention) -> Attention:
@@ -169,24 +165,27 @@ def _rest(problem: Attention, device: Device) -> float | None:
     output and writes it once more, at 0.7 of the bandwidth."""
     left = (problem.share - problem.common) * problem.keys // 100 + (STEP // 2 if prefers_cudnn(device) else 0)
     moved = device.seconds(problem.batch * problem.heads * problem.rows * (problem.dim + 2 * problem.dim_v) * problem.dtype.itemsize)
-    added = at_share(0.83 * share_of("triton", problem), problem._replace(keys=left, share=100, padding=None), device)
-    return None if moved is None or added is None else added + 1.4 * moved
+    fitted, seen = device.fitted(FITTED), problem._replace(keys=left, share=100, padding=None)
+    added = at_share(fitted.rest * share_of("triton", problem, device), seen, device)
+    return None if moved is None or added is None else added + fitted.rest_moving * moved
 
 
 def flash_triton(problem: Attention, device: Device) -> float | None:
     if not was_measured(device) and problem.mask is None and problem.padding is None:
         return None
-    kernel = "triton" if problem.mask is None else "triton, mask over keys"
-    return at_share(share_of(kernel, problem) * min(1.0, 0.2 + filled(problem, device, 128)), problem, device)
+    kernel = "triton" if problem.mask is None else "triton_mask_over_keys"
+    at_work = min(1.0, device.fitted(FITTED).unfilled + filled(problem, device, 128))
+    return at_share(share_of(kernel, problem, device) * at_work, problem, device)
 
 
 def wide(problem: Attention, device: Device) -> float | None:
     if not was_measured(device):
         return None
-    return at_share(WIDE * filled(problem, device, 64), problem, device)
+    return at_share(device.fitted(FITTED).wide * filled(problem, device, 64), problem, device)
 
 
 def wide_hopper(problem: Attention, device: Device) -> float | None:
     """Parts of the keys fill the card where queries do not; joining them is another launch. The host's time is mostly TMA's descriptors."""
-    seconds = at_share(WIDE_HOPPER, problem, device)
-    return None if seconds is None else max(90e-6, seconds + 8e-6)
+    fitted = device.fitted(FITTED)
+    seconds = at_share(fitted.wide_hopper, problem, device) if device.type == "cuda" else None
+    return None if seconds is None else max(fitted.wide_hopper_host, seconds + fitted.wide_hopper_join)

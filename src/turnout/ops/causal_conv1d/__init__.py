@@ -209,12 +209,14 @@ def family(problem: CausalConv1d) -> tuple[tuple, int]:
 
 
 def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
-    """Every tap is a product and a sum of its own, in float32. On a CPU: measured, 2 x 1536 x 2048 with width 4."""
+    """Every tap is a product and a sum of its own, in float32."""
+    fitted = device.fitted("causal_conv1d.reference")
     if device.type == "cuda":
         moved = device.seconds(problem.elements * (20 * problem.width + 24))
-        return None if moved is None else max(5e-6 * (2 * problem.width + 10), moved / 0.8)
+        return None if moved is None else max(fitted.host * (2 * problem.width + 10), moved / fitted.share)
     if device.type == "cpu":
-        return 30e-6 + 6e-6 * problem.width + problem.elements * (1.2e-9 * problem.width + 2e-9)
+        each = fitted.element_tap * problem.width + fitted.element
+        return fitted.start + fitted.start_tap * problem.width + problem.elements * each
     return None
 
 

@@ -75,10 +75,13 @@ def launches_of(problem: CausalConv1d) -> int:
     return 1 + (problem.sequences > 0) + ((problem.initial_states or problem.return_final_states) and problem.width > 1)
 
 
-def gpu_cost(share: float) -> Callable[[CausalConv1d, Device], float | None]:
+def gpu_cost(layout: str) -> Callable[[CausalConv1d, Device], float | None]:
     def seconds(problem: CausalConv1d, device: Device) -> float | None:
         moving = device.seconds(work(problem).bytes)
-        return None if moving is None or device.type != "cuda" else max(12e-6 * launches_of(problem), 4e-6 + moving / share)
+        if moving is None or device.type != "cuda":
+            return None
+        fitted = device.fitted("causal_conv1d.kernels")
+        return max(fitted.host * launches_of(problem), fitted.start + moving / getattr(fitted, layout))
 
     return seconds
 
@@ -86,14 +89,19 @@ def gpu_cost(share: float) -> Callable[[CausalConv1d, Device], float | None]:
 def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
-    each = 0.05e-9 * problem.width + (0.55e-9 if problem.activation else 0.4e-9) + (1e-9 if problem.seq_idx else 0)
-    return 80e-6 + problem.elements * each * 2 / device.cores
+    fitted = device.fitted("causal_conv1d.kernels")
+    each = fitted.element_tap * problem.width + (fitted.element_silu if problem.activation else fitted.element)
+    each += fitted.element_packed if problem.seq_idx else 0
+    return fitted.start + problem.elements * each / device.cores
 
 
 def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
     """One element at a time where positions are not side by side."""
     seconds = cpu_cost(problem, device)
-    return None if seconds is None else seconds * {"channel-first": 1, "strided": 2, "channel-last": 4}[problem.layout]
+    if seconds is None or problem.layout == "channel-first":
+        return seconds
+    fitted = device.fitted("causal_conv1d.kernels")
+    return seconds * (fitted.rows_strided if problem.layout == "strided" else fitted.rows_channel_last)
 
 
 # Configurations, best guess first
@@ -172,12 +180,12 @@ ON_CPU: Any = {
 
 
 @CAUSAL_CONV1D.route(
-    "strided", refuses=refuses_on_gpu, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
+    "strided", refuses=refuses_on_gpu, cost=gpu_cost("strided"), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
 )
 @CAUSAL_CONV1D.route(
     "channel-first",
     refuses=refuses_channel_first,
-    cost=gpu_cost(0.76),
+    cost=gpu_cost("channel_first"),
     configs=channel_first_configs,
     numerics="close",
     version=1,
@@ -196,7 +204,7 @@ def along_rows(
 @CAUSAL_CONV1D.route(
     "channel-last",
     refuses=refuses_channel_last,
-    cost=gpu_cost(0.74),
+    cost=gpu_cost("channel_last"),
     configs=channel_last_configs,
     numerics="close",
     version=1,

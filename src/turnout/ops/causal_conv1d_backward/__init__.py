@@ -111,7 +111,7 @@ def family(problem: CausalConv1dBackward) -> tuple[Any, int]:
 def reference_cost(problem: CausalConv1dBackward, device: Device) -> float | None:
     """About three times the forward reference, by count of its ops."""
     seconds = forward_cost(problem.call, device)
-    return None if seconds is None else 3 * seconds
+    return None if seconds is None else device.fitted("causal_conv1d_backward.reference").forwards * seconds
 
 
 CAUSAL_CONV1D_BACKWARD = Op(

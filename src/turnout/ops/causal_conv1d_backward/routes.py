@@ -34,12 +34,13 @@ def refuses_strided(problem: CausalConv1dBackward, device: Device) -> Iterator[s
 # Costs
 
 
-def gpu_cost(share: float) -> Any:
+def gpu_cost(layout: str) -> Any:
     def seconds(problem: CausalConv1dBackward, device: Device) -> float | None:
         moving = device.seconds(work(problem).bytes)
-        return (
-            None if moving is None or device.type != "cuda" else max(14e-6 * (1 + forward.launches_of(problem.call)), 8e-6 + moving / share)
-        )
+        if moving is None or device.type != "cuda":
+            return None
+        fitted = device.fitted("causal_conv1d_backward.kernels")
+        return max(fitted.host * (1 + forward.launches_of(problem.call)), fitted.start + moving / getattr(fitted, layout))
 
     return seconds
 
@@ -151,12 +152,12 @@ DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
 
 
 @CAUSAL_CONV1D_BACKWARD.route(
-    "strided", refuses=refuses_strided, cost=gpu_cost(0.3), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
+    "strided", refuses=refuses_strided, cost=gpu_cost("strided"), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
 )
 @CAUSAL_CONV1D_BACKWARD.route(
     "channel-first",
     refuses=refuses_channel_first,
-    cost=gpu_cost(0.6),
+    cost=gpu_cost("channel_first"),
     configs=rows_configs,
     numerics="close",
     version=1,
@@ -185,7 +186,7 @@ def along_rows(
 @CAUSAL_CONV1D_BACKWARD.route(
     "channel-last",
     refuses=refuses_channel_last,
-    cost=gpu_cost(0.6),
+    cost=gpu_cost("channel_last"),
     configs=cols_configs,
     numerics="close",
     version=1,

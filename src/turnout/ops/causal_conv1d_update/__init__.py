@@ -146,13 +146,14 @@ def work(problem: CausalConv1dUpdate) -> Work:
 
 
 def reference_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
-    """A dozen small ops and two a tap; on a CPU measured with 512 x 5120 channels and a state of 4."""
+    """A dozen small ops and two a tap; measured."""
+    fitted = device.fitted("causal_conv1d_update.reference")
     if device.type == "cuda":
         moved = device.seconds(6 * work(problem).bytes)
-        return None if moved is None else max(5e-6 * (2 * problem.width + 14 + 8 * problem.chosen_slots), moved / 0.6)
+        return None if moved is None else max(fitted.host * (2 * problem.width + 14 + 8 * problem.chosen_slots), moved / fitted.share)
     if device.type == "cpu":
-        each = 4e-9 * problem.state_length + 3.5e-9 * problem.width * max(problem.length, 1)
-        return 200e-6 + problem.batch * problem.dim * each
+        each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(problem.length, 1)
+        return fitted.start + problem.batch * problem.dim * each
     return None
 
 

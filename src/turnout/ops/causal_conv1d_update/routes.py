@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
+from turnout.launch import Launch, LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense, widest
@@ -45,14 +45,16 @@ def refuses_on_cpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]
 
 def gpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
+    fitted = device.fitted("causal_conv1d_update.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
-    each = 2e-9 * problem.state_length + 1e-9 * problem.width * max(problem.length, 1)
-    return 250e-6 + problem.batch * problem.dim * each * 2 / device.cores
+    fitted = device.fitted("causal_conv1d_update.kernels")
+    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(problem.length, 1)
+    return fitted.start + problem.batch * problem.dim * each / device.cores
 
 
 def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:
@@ -66,13 +68,13 @@ def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Conf
     refuses=refuses_on_gpu,
     cost=gpu_cost,
     configs=one_launch_configs,
-    bound=prepare_from_plan,
+    prepare=prepare_from_plan,
     numerics="close",
     version=1,
     kernels=("turnout.ops.causal_conv1d_update.kernels:update",),
     fails_before_writing=True,
 )
-@one_launch
+@runs_plan
 def on_gpu(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
     cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, *, channels: int = 128, warps: int = 4,
@@ -92,7 +94,8 @@ def on_gpu(
     numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
     shift, lengths, slots = (None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices))
     tensors = (new, conv_state, weight, shift, y, lengths, slots)
-    return LaunchPlan(update, batch * ceil_div(dim, channels), tensors, numbers, constants, out, warps)
+    launch = Launch(update, batch * ceil_div(dim, channels), tensors, numbers, constants, warps)
+    return LaunchPlan((launch,), out)
 
 
 def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,7 @@
-"""The tracks of causal_conv3d. Guards and costs are those of the convolution over cache, padding and input in one tensor."""
+"""The routes of causal_conv3d. Guards and costs are those of the convolution over cache, padding and input in one tensor."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_before
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound
-from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launched, task_of
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering, direct_launch
+from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launch_into, prepare_by, task_of
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
@@ -60,7 +60,9 @@ def joined(cost: Cost) -> Cost:
 def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
     """Nothing is joined; frames of the cache are convolved by calls of their own."""
     found = costs.depth_taps_cost(problem.padded, device)
-    return None if found is None else found + 2 * problem.convolution.weight[2] * (60e-6 if device.type == "cpu" else costs.LAUNCH)
+    on_cpu = device.type == "cpu"
+    each = device.fitted("convolution.methods").tap_start if on_cpu else costs.launch(device)
+    return None if found is None else found + 2 * problem.convolution.weight[2] * each
 
 
 def joined_then(method: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *rest) -> Tensor:
@@ -147,15 +149,14 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
     def configs(problem: CausalConv3d, device: Device) -> list[Config]:
         return kernel.configs(kernel.widened(causal_task(problem)), device)
 
-    bind = functools.partial(causal_bound, kernel.launch) if kernel.hopper else None
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_causal, kernel), "numerics": "close", "version": 1,
         "kernels": kernel.kernels,
     }  # fmt: skip
 
 
 def convolved(
-    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
     padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
 ) -> Tensor:  # fmt: skip
     """A causal convolution by one launch."""
@@ -165,29 +166,25 @@ def convolved(
         cache = cache[:, :, cache.shape[2] - held :]
     shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
-    launched(
-        launch, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
+    launch_into(
+        lowering, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
     )  # fmt: skip
     return output_in(out, known_format(input, weight))
 
 
-def causal_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
-    """`convolved` for calls like this one, without asking again what follows from shapes. Where all of the cache is read: the rest of a
+def plan_causal(
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
+    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
+) -> LaunchPlan | None:  # fmt: skip
+    """`convolved` on tensors as they are, where all of it is one launch and all of the cache is read: the rest of a
     longer one would have to be cut off."""
-    input, weight, bias, cache, stride, padding, dilation, _, pad_mode, residual = args
     before = (weight.shape[2] - 1) * dilation[0]
     if (cache is not None and not 0 < cache.shape[2] <= before) or known_format(input, weight) != LAST[5]:
         return None
     shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
-    short = bound(launch, shape, input, weight, bias, (before, *padding), dilation, residual, cache, pad_mode, config)
-    if short is None:
-        return None
-
-    def convolve(input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual):
-        y = short(input, weight, bias, residual, cache)
-        return run(input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual) if y is None else y
-
-    return convolve
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
+    launch = direct_launch(lowering, input, weight, bias, out, (before, *padding), dilation, residual, cache, pad_mode, config)
+    return None if launch is None else LaunchPlan((launch,), out)
 
 
 def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:

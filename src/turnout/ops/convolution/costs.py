@@ -1,7 +1,7 @@
 """What a convolution costs: the fewest bytes and operations, and the time of torch's kernels and of the methods, in seconds.
 
-GPU shares come from an H200 with torch 2.11 and cuDNN 9.19 (the table in NOTES.md), CPU rates from a 2-core Ice Lake Xeon with torch 2.13.
-They are for choosing without a table; `tune` replaces them where it matters.
+The constants are the device's (`devices/`). They are for choosing without a table; `tune` replaces them where it
+matters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from turnout.ops.convolution.methods import LONGEST_PART, reached
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
 from turnout.routing.op import Work
-
-LAUNCH = 12e-6  # host time of one torch op on a GPU
 
 
 def work(problem: Convolution) -> Work:
@@ -69,24 +67,38 @@ def gpu_arithmetic(problem: Convolution, device: Device) -> float | None:
     filters = -(-problem.weight[0] // problem.groups // 64) * 64 * problem.groups
     channels = -(-problem.weight[1] // 16) * 16
     wasted = filters * channels / (problem.weight[0] * problem.weight[1])
-    share = {"float32": 0.55, "tf32": 0.35 if problem.spatial == 3 else 0.6}.get(kind, 0.45 if problem.weight[0] <= 96 else 0.7)
-    share = min(share, 0.1) if channels <= 16 else share
+    fitted = device.fitted("convolution.torch")
+    if kind == "float32":
+        share = fitted.share_float32
+    elif kind == "tf32":
+        share = fitted.share_tf32_of_3d if problem.spatial == 3 else fitted.share_tf32
+    else:
+        share = fitted.share_of_few_filters if problem.weight[0] <= 96 else fitted.share
+    share = min(share, fitted.share_of_few_channels) if channels <= 16 else share
     return problem.flops * wasted / (peak.value * share)
 
 
-def gpu_moving(bytes: float, device: Device, share: float = 0.7) -> float:
-    found = device.seconds(bytes)
-    return 0.0 if found is None else found / share
+def launch(device: Device) -> float:
+    """Host time of one torch op on a GPU."""
+    return device.fitted("convolution.torch").launch
+
+
+def gpu_moving(bytes: float, device: Device, share: float | None = None) -> float:
+    """Reading and writing at a share of the bandwidth, by default that of torch's kernels."""
+    seconds = device.seconds(bytes)
+    return 0.0 if seconds is None else seconds / (share or device.fitted("convolution.torch").moving)
 
 
 def gpu_relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
     """From one layout to the other: cuDNN's transposing copies reach half of the bandwidth, ours more."""
-    return LAUNCH / 2 + gpu_moving(2 * prod(shape) * problem.dtype.itemsize, device, 0.5)
+    share = device.fitted("convolution.torch").relayout
+    return launch(device) / 2 + gpu_moving(2 * prod(shape) * problem.dtype.itemsize, device, share)
 
 
 def gpu_bias(problem: Convolution, device: Device) -> float:
     """cuDNN leaves the bias to a kernel of its own, which reads and writes all of the output."""
-    return 0.0 if problem.bias_dtype is None else gpu_moving(2 * work(problem).written, device, 0.4)
+    share = device.fitted("convolution.torch").bias
+    return 0.0 if problem.bias_dtype is None else gpu_moving(2 * work(problem).written, device, share)
 
 
 def gpu_kernel(problem: Convolution, device: Device) -> float | None:
@@ -103,37 +115,43 @@ def gpu_residual(problem: Convolution, device: Device) -> float:
 
 
 def cpu_kernel(problem: Convolution, device: Device) -> float:
-    """oneDNN with channels side by side: 150 GFLOP/s a core in float32, filters in vectors of 16, or with AVX2 60 and 8; bytes at 4 GB/s a
-    core."""
-    lanes, rate = (16, 150e9) if device.has_avx512 else (8, 60e9)
+    """oneDNN with channels side by side: filters in vectors of 16, or with AVX2 of 8."""
+    fitted = device.fitted("convolution.torch")
+    lanes, rate = (16, fitted.avx512) if device.has_avx512 else (8, fitted.avx2)
     filters = -(-problem.weight[0] // problem.groups // lanes) * lanes * problem.groups
     arithmetic = problem.flops * filters / problem.weight[0] / rate
-    return 60e-6 + (arithmetic + work(problem).bytes / 6e9) / device.cores * half_factor(problem.dtype, device)
+    moving = work(problem).bytes / fitted.bytes
+    return fitted.start + (arithmetic + moving) / device.cores * half_factor(problem.dtype, device)
 
 
 def half_factor(dtype: torch.dtype, device: Device) -> float:
-    """How much slower a half type is in oneDNN than float32: 3.4 times where instructions are missing and it works around that."""
-    return 1.0 if dtype not in HALVES else (0.6 if dtype in device.native_halves else 3.4)
+    """How much slower a half type is in oneDNN than float32, with instructions for it or worked around."""
+    fitted = device.fitted("convolution.torch")
+    return 1.0 if dtype not in HALVES else fitted.native_half if dtype in device.native_halves else fitted.emulated_half
 
 
 def cpu_relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
-    return 5e-6 + prod(shape) * 4 / 2e9 / device.cores
+    fitted = device.fitted("convolution.torch")
+    return fitted.relayout_start + prod(shape) * 4 / fitted.relayout / device.cores
 
 
 def cpu_reference(problem: Convolution, device: Device) -> float:
     if on_torchs_own_loop(problem, device):
+        fitted = device.fitted("convolution.torch")
         if problem.dtype is not torch.float32:
-            return 20e-6 + problem.flops / 0.34e9 * 2 / device.cores
+            return fitted.half_loop_start + problem.flops / fitted.half_loop / device.cores
         columns = prod(problem.output[2:]) * prod(problem.weight[1:]) * 4  # unfolded; tiny ones stay in the cache
-        return 15e-6 + columns / (1.5e9 if columns > 2**20 else 8e9) + problem.flops / 100e9
+        unfolding = columns / (fitted.loop_columns if columns > 2**20 else fitted.loop_columns_in_cache)
+        return fitted.loop_start + unfolding + problem.flops / fitted.loop
     return cpu_kernel(problem, device) * (1.0 if problem.output_channels_last else cpu_first_factor(problem, device))
 
 
 def cpu_first_factor(problem: Convolution, device: Device) -> float:
-    """How much slower oneDNN is with channels first: 1.4 to 1.7 times with up to 96 of them, then hardly, and not at all with AVX2 or for
+    """How much slower oneDNN is with channels first: with up to 96 of them, then hardly, and not at all with AVX2 or for
     half types that have instructions."""
     slower = device.has_avx512 and half_factor(problem.dtype, device) >= 1.0
-    return 1.5 if slower and min(problem.input[1], problem.weight[0]) <= 96 else 1.0
+    few = min(problem.input[1], problem.weight[0]) <= 96
+    return device.fitted("convolution.torch").channels_first if slower and few else 1.0
 
 
 # torch as called, and the methods
@@ -142,7 +160,10 @@ def cpu_first_factor(problem: Convolution, device: Device) -> float:
 def copying(elements: float, problem: Convolution, device: Device) -> float:
     """Reading or writing that many elements beside the convolution."""
     bytes = elements * problem.dtype.itemsize
-    return 10e-6 + bytes / 4e9 / device.cores if device.type == "cpu" else LAUNCH / 2 + gpu_moving(bytes, device)
+    if device.type != "cpu":
+        return launch(device) / 2 + gpu_moving(bytes, device)
+    fitted = device.fitted("convolution.torch")
+    return fitted.copy_start + bytes / fitted.copy / device.cores
 
 
 def reference_cost(problem: Convolution, device: Device) -> float | None:
@@ -158,7 +179,7 @@ def reference_cost(problem: Convolution, device: Device) -> float | None:
         moved += 0.0 if problem.channels_last else gpu_relayout(problem.input, problem, device)
     else:
         moved += gpu_relayout(problem.input, problem, device) + gpu_relayout(problem.output, problem, device)
-    return max(2 * LAUNCH, kernel + moved + gpu_residual(problem, device))
+    return max(2 * launch(device), kernel + moved + gpu_residual(problem, device))
 
 
 def relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
@@ -174,7 +195,7 @@ def around(problem: Convolution, device: Device) -> float:
 
 def channels_last_cost(problem: Convolution, device: Device) -> float | None:
     kernel = cpu_kernel(problem, device) if device.type == "cpu" else gpu_kernel(problem, device)
-    return None if kernel is None else max(0.0 if device.type == "cpu" else 3 * LAUNCH, kernel + around(problem, device))
+    return None if kernel is None else max(0.0 if device.type == "cpu" else 3 * launch(device), kernel + around(problem, device))
 
 
 def one_dnn_cost(problem: Convolution, device: Device) -> float:
@@ -194,16 +215,18 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
     depth = problem.weight[2]
     added = 3 * (depth - 1) * work(problem).written
     if device.type == "cpu":
+        fitted = device.fitted("convolution.methods")
         parts = depth * -(-prod((problem.weight[1], *problem.weight[3:])) // LONGEST_PART)
-        kernels = cpu_kernel(problem, device) * (1.0 if device.has_avx512 else 1.4)
-        slices = prod(problem.weight) * 12e-9 / device.cores  # of the weight, cut out and reordered: most of the time where pixels are few
-        return parts * 60e-6 + kernels + slices + added / 12e9 / device.cores + around(problem, device)
+        kernels = cpu_kernel(problem, device) * (1.0 if device.has_avx512 else fitted.tap_avx2)
+        slices = prod(problem.weight) * fitted.tap_weight / device.cores  # most of the time where pixels are few
+        sums = added / fitted.tap_sums / device.cores
+        return parts * fitted.tap_start + kernels + slices + sums + around(problem, device)
     flat = problem._replace(weight=(*problem.weight[:2], 1, *problem.weight[3:]))
     peak = device.flops.get("tf32" if problem.float32.conv == "tf32" else "float32")
     if peak is None:
         return None
-    arithmetic = depth * max(flat.flops / (0.6 * peak.value), gpu_moving(work(flat).bytes, device))
-    return max(depth * 3 * LAUNCH, arithmetic + gpu_moving(added, device) + gpu_bias(problem, device) + around(problem, device))
+    arithmetic = depth * max(flat.flops / (device.fitted("convolution.torch").flat_tap * peak.value), gpu_moving(work(flat).bytes, device))
+    return max(depth * 3 * launch(device), arithmetic + gpu_moving(added, device) + gpu_bias(problem, device) + around(problem, device))
 
 
 def depth_chunks_cost(problem: Convolution, device: Device) -> float | None:
@@ -216,7 +239,7 @@ def pointwise_cost(problem: Convolution, device: Device) -> float | None:
     """A matrix product with the bias in it, in the layout that the input has."""
     if device.type == "cpu":
         moved = 0.0 if problem.channels_last == problem.output_channels_last else cpu_relayout(problem.output, problem, device)
-        return 20e-6 + cpu_kernel(problem, device) + moved
+        return device.fitted("convolution.methods").pointwise_start + cpu_kernel(problem, device) + moved
     kind = "tf32" if problem.float32.matmul == "tf32" else str(problem.dtype).removeprefix("torch.")
     peak = device.flops.get(kind)
     if peak is None:
@@ -224,14 +247,14 @@ def pointwise_cost(problem: Convolution, device: Device) -> float | None:
     moved = 0.0 if problem.channels_last == problem.output_channels_last else gpu_relayout(problem.output, problem, device)
     again = 0.0 if problem.channels_last else gpu_bias(problem, device)
     padded = gpu_moving(3 * work(problem).written, device) if any(problem.padding) else 0.0
-    kernel = max(problem.flops / (0.7 * peak.value), gpu_moving(work(problem).bytes, device))
-    return max(2 * LAUNCH, kernel + moved + again + padded + gpu_residual(problem, device))
+    kernel = max(problem.flops / (device.fitted("convolution.torch").product * peak.value), gpu_moving(work(problem).bytes, device))
+    return max(2 * launch(device), kernel + moved + again + padded + gpu_residual(problem, device))
 
 
 def winograd_cost(problem: Convolution, device: Device) -> float:
-    """Products at 130 GFLOP/s a core where the filters of one of 16 points stay in the cache, else at 110, and with AVX2 half of that; each
-    sum of a part of the channels takes as long as 8 products more. Transformed tiles are moved at 6.5 GB/s a core, filters at 1. What
-    small calls take beside that, 200 us channels first and 400 last, is mostly Python and the edges of images."""
+    """Products are faster where the filters of one of 16 points stay in the cache; each sum of a part of the channels
+    takes as long as 8 products more. Transformed tiles and filters are moved. What small calls take beside that is
+    mostly Python and the edges of images."""
     channels, filters, lanes = problem.input[1], problem.weight[0], 16 if problem.output_channels_last else 8
     depth, frames, outputs, pairs = 1, 1, 1, 1
     if problem.spatial == 3:
@@ -240,7 +263,10 @@ def winograd_cost(problem: Convolution, device: Device) -> float:
         pairs = sum(end - first for first, end, _ in spans)
     tiles, wide = problem.input[0] * prod(-(-n // 2) for n in problem.output[-2:]), -(-filters // lanes) * lanes
     products = 32 * tiles * pairs * wide * (channels + 8 * -(-channels // AT_ONCE))
-    rate = (130e9 if 4 * depth * channels * filters <= 2**17 else 110e9) * (1.0 if device.has_avx512 else 0.5)
-    moved = 64 * tiles * (frames * max(channels, 16) + outputs * wide) / 6.5e9 + 64 * depth * channels * filters / 1e9
+    fitted, in_cache = device.fitted("convolution.winograd"), 4 * depth * channels * filters <= 2**17
+    rate = (fitted.products_in_cache if in_cache else fitted.products) * (1.0 if device.has_avx512 else fitted.avx2)
+    moved = 64 * tiles * (frames * max(channels, 16) + outputs * wide) / fitted.tiles
+    moved += 64 * depth * channels * filters / fitted.filters
     before = 0.0 if problem.channels_last == problem.output_channels_last else cpu_relayout(problem.input, problem, device)
-    return (400e-6 if problem.output_channels_last else 200e-6) + (products / rate + moved) / device.cores + before
+    start = fitted.start_channels_last if problem.output_channels_last else fitted.start
+    return start + (products / rate + moved) / device.cores + before

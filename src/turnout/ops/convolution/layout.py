@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from turnout.ops.convolution.problem import channels_last
 from turnout.routing.fallback import functorch_level
 from turnout.routing.machine import has_package
+from turnout.routing.prepared import kept, worked_out_once
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 FIRST = torch.contiguous_format
@@ -20,29 +20,27 @@ _backend: Callable[..., Any] = torch._C._select_conv_backend  # pyright: ignore[
 _format: Callable[..., torch.memory_format] = torch._C._conv_determine_backend_memory_format  # pyright: ignore[reportAttributeAccessIssue]
 
 
-_formats: dict[tuple, torch.memory_format] = {}
-_MOST_FORMATS = 4096
-
-
 def torch_format(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
 ) -> torch.memory_format:
-    """The format of torch's own output. It depends on which of its kernels torch would take, so torch is asked, in the way in which its
-    fake tensors ask: graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice."""
+    """The format of torch's own output.
+
+    It depends on which of its kernels torch would take, so torch is asked, in the way in which its fake tensors ask:
+    graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice.
+    """
     key = (
-        input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None, *stride, *padding, *dilation,
-        groups, torch.backends.cudnn.enabled,
+        torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
+        *stride, *padding, *dilation, groups, torch.backends.cudnn.enabled,
     )  # fmt: skip
-    found = _formats.get(key)
-    if found is None:
+
+    def ask() -> torch.memory_format:
         backend = _backend(
             input, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
             output_padding=[0] * len(stride), groups=groups, bias_sizes=None,
         )  # fmt: skip
-        found = _format(input, weight, backend)
-        if len(_formats) < _MOST_FORMATS:
-            _formats[key] = found
-    return found
+        return _format(input, weight, backend)
+
+    return kept(key, ask)
 
 
 def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
@@ -110,8 +108,8 @@ def channels_side_by_side(x: Tensor) -> Tensor:
 
 
 # For routes, which are called again and again: sizes in a traced graph may be symbols, which cannot be looked up.
-known_last = functools.lru_cache(4096)(channels_last)
-known_strides = functools.lru_cache(4096)(dense_strides)
+known_last = worked_out_once(channels_last)
+known_strides = worked_out_once(dense_strides)
 
 
 def known_format(input: Tensor, weight: Tensor) -> torch.memory_format:

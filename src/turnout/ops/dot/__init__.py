@@ -26,10 +26,7 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a, b)
 
 
-reference_cost = shared.cost(
-    cuda=shared.Rate(host=11e-6, start=6e-6, share={torch.float16: 0.62, torch.bfloat16: 0.62}, otherwise=0.82),
-    cpu=shared.Rate(host=3e-6, start=3e-6, share={torch.bfloat16: 0.09, torch.float16: 0.8}, otherwise=0.92),
-)
+reference_cost = shared.cost("dot.reference", "cuda", "cpu")
 
 DOT = Op(
     "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work,

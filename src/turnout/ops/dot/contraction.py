@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.launch import launch, prepare_launch
+from turnout.launch import Launch, LaunchPlan, Workspace, prepare_from_plan
 from turnout.ops import needs
-from turnout.ops.layouts import array
+from turnout.ops.layouts import array, contiguous_strides
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Work
+from turnout.routing.prepared import worked_out_once
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,7 +90,7 @@ def refuses_on_cpu(problem: Any, device: Device) -> Iterator[str]:
         yield f"strides {sums.a_stride} and {sums.b_stride}, this route needs 1"
 
 
-# Costs, in seconds. Host times and shares of the bandwidth: `turnout bench` on an H200 with torch 2.11, and on a 2-core CPU.
+# Costs, in seconds.
 
 
 def work(problem: Any) -> Work:
@@ -98,23 +99,16 @@ def work(problem: Any) -> Work:
     return Work(elements * problem.a_dtype.itemsize, elements * (4 if problem.a_dtype.is_complex else 1))
 
 
-class Rate(NamedTuple):
-    """A time is the longer of `host` and of `start` plus the reading at a share of the bandwidth, by dtype."""
-
-    host: float
-    start: float
-    share: Mapping[torch.dtype, float] = {}
-    otherwise: float = 0.8
-
-
-def cost(**rates: Rate) -> Callable[[Any, Device], float | None]:
-    """A cost from one rate for each type of device."""
+def cost(section: str, *types: str) -> Callable[[Any, Device], float | None]:
+    """A cost on devices of these types from fitted constants: the longer of `host` and of `start` plus the reading
+    at a share of the bandwidth, by dtype."""
 
     def seconds(problem: Any, device: Device) -> float | None:
-        reading, rate = device.seconds(work(problem).bytes), rates.get(device.type)
-        if reading is None or rate is None:
+        reading = device.seconds(work(problem).bytes)
+        if reading is None or device.type not in types:
             return None
-        return max(rate.host, rate.start + reading / rate.share.get(problem.a_dtype, rate.otherwise))
+        fitted, dtype = device.fitted(section), str(problem.a_dtype).removeprefix("torch.")
+        return max(fitted.host, fitted.start + reading / fitted.get(f"share_{dtype}", fitted.share))
 
     return seconds
 
@@ -122,11 +116,12 @@ def cost(**rates: Rate) -> Callable[[Any, Device], float | None]:
 def single_launch_cost(problem: Any, device: Device) -> float | None:
     """One multiprocessor reads 30 to 55 GB/s, so a few long sums leave most of the card idle."""
     reading = device.seconds(work(problem).bytes)
-    if reading is None:
+    if reading is None or device.type != "cuda":
         return None
-    rate = {4: 42e9, 8: 30e9}.get(problem.a_dtype.itemsize, 55e9)
+    fitted = device.fitted("dot.single-launch")
+    rate = fitted.get(f"alone_of_{problem.a_dtype.itemsize}_bytes", fitted.alone)
     alone = work(problem).bytes / (rate * min(problem.contraction().batch, device.units))
-    return max(9e-6, 3.5e-6 + max(alone, reading / 0.9))
+    return max(fitted.host, fitted.start + max(alone, reading / fitted.share))
 
 
 # The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune` tries them all.
@@ -146,54 +141,66 @@ def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
 
 
 SINGLE_LAUNCH: Any = {
-    "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "numerics": "close", "version": 1,
+    "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "prepare": prepare_from_plan,
+    "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 TWO_STAGE: Any = {
-    "refuses": refuses_on_gpu, "cost": cost(cuda=Rate(host=11e-6, start=5e-6, otherwise=0.9)),
-    "configs": two_stage_configs, "numerics": "close", "version": 1,
+    "refuses": refuses_on_gpu, "cost": cost("dot.two-stage", "cuda"),
+    "configs": two_stage_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
 }  # fmt: skip
 CPU_CHUNKS: Any = {
     "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
-    "cost": cost(cpu=Rate(host=60e-6, start=60e-6, otherwise=0.98)),
+    "cost": cost("dot.cpu-chunks", "cpu"),
     "kernels": ["turnout.ops.dot.cpu_kernels:sum_chunks"],
 }  # fmt: skip
 
 
-# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is worked out once.
+# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is planned once.
 
 
-def sums_on_gpu(problem: Any, where: torch.device, block: int, warps: int, waves: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
-    """What takes the sums of two tensors of this problem. Each sum is the work of one program, or with waves of as many as fill the card so
-    many times; the last one to end then adds up what all have found."""
-    return _prepared_sums(problem, where, Device.of(where).units * waves, block, warps)
+def plan_sums(problem: Any, a: Tensor, b: Tensor, block: int, warps: int, waves: int = 0) -> LaunchPlan:
+    """The launch that takes the sums of two tensors of this problem.
 
-
-@functools.lru_cache(4096)
-def _prepared_sums(problem: Any, where: torch.device, most: int, block: int, warps: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """`most`: programs for all sums together."""
+    Each sum is the work of one program, or with waves of as many as fill the card so many times; the last one to end
+    then adds up what all have found.
+    """
     from turnout.ops.dot.kernels import dot_chunks
 
+    device = a.device
+    sums = _sums_launch(problem, Device.of(device).units * waves, block)
+    out = torch.empty_strided(sums.shape, sums.strides, dtype=a.dtype, device=device)
+    make_room = functools.partial(counters_and_room, device, sums.room)
+    room = Workspace(make_room(), make_room) if sums.constants["CHUNKS"] > 1 else None
+    tensors = (a, b, out, out if room is None else room.tensor)
+    real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
+    launch = Launch(dot_chunks, sums.programs, real, sums.numbers, sums.constants, warps)
+    return LaunchPlan((launch,), out, () if room is None else (room,))
+
+
+class _SumsLaunch(NamedTuple):
+    """All of the launch that follows from the problem; shape and strides are the output's."""
+
+    programs: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    room: int  # float64 numbers for what the programs have found
+
+
+@worked_out_once
+def _sums_launch(problem: Any, most: int, block: int) -> _SumsLaunch:
+    """`most`: programs for all sums together."""
     sums, dtype = problem.contraction(), problem.a_dtype
     parts = 2 if dtype.is_complex else 1
     chunks = max(1, min(most // sums.batch, sums.length // block))
     chunks = chunks if sums.batch <= COUNTERS else 1
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
-    programs = sums.batch * chunks
-    again = prepare_launch(dot_chunks, programs, where, numbers, constants, warps=warps)
-    strides, room = torch.empty(sums.output, device="meta").stride(), sums.batch * chunks * parts
-
-    def summed(a: Tensor, b: Tensor) -> Tensor:
-        out = torch.empty_strided(sums.output, strides, dtype=dtype, device=where)  # quicker than torch.empty
-        tensors = a, b, out, out if chunks == 1 else counters_and_room(where, room)
-        if not again(*tensors):
-            real = tuple([torch.view_as_real(x) if x.is_complex() else x for x in tensors])
-            launch(dot_chunks, programs, real, numbers, constants, warps=warps)
-        return out
-
-    return summed
+    strides = contiguous_strides(sums.output)
+    return _SumsLaunch(sums.batch * chunks, numbers, constants, sums.output, strides, sums.batch * chunks * parts)
 
 
 def counters_and_room(where: torch.device, size: int) -> Tensor:
@@ -214,11 +221,6 @@ def _new_room(where: torch.device) -> Tensor:
     room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
     torch.cuda.current_stream(where).synchronize()
     return room
-
-
-def bound(op: Op, run: Callable[..., Tensor], args: tuple[Tensor, Tensor], config: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """A route of sums for calls like this one."""
-    return sums_on_gpu(op.problem(*args), args[0].device, **config)
 
 
 def sum_on_cpu(a: Tensor, b: Tensor, problem: Any) -> Tensor:

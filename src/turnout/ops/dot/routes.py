@@ -1,23 +1,24 @@
-"""The tracks of dot."""
+"""The routes of dot."""
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, runs_plan
 from turnout.ops.dot import DOT
-from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, bound, sum_on_cpu, sums_on_gpu
+from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, plan_sums, sum_on_cpu
 
 
-@DOT.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, DOT))
-def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sums_on_gpu(DOT.problem(a, b), a.device, block, warps)(a, b)
+@DOT.route("single-launch", **SINGLE_LAUNCH)
+@runs_plan
+def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> LaunchPlan:
+    return plan_sums(DOT.problem(a, b), a, b, block, warps)
 
 
-@DOT.route("two-stage", **TWO_STAGE, bound=functools.partial(bound, DOT))
-def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sums_on_gpu(DOT.problem(a, b), a.device, block, warps, waves)(a, b)
+@DOT.route("two-stage", **TWO_STAGE)
+@runs_plan
+def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> LaunchPlan:
+    return plan_sums(DOT.problem(a, b), a, b, block, warps, waves)
 
 
 @DOT.route("cpu-chunks", **CPU_CHUNKS)

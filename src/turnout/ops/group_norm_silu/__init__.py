@@ -204,15 +204,17 @@ def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """On a GPU one block takes the moments of one group, 1.1e9 values a second on an H200, and channels-last is copied there and back.
     On a CPU as measured with torch 2.13 on one core, see NOTES.md: two passes in its cache, and where x is larger two
     fresh tensors."""
+    fitted = device.fitted("group_norm_silu.reference")
     if device.type == "cuda":
         groups = max(1, problem.shape[0] * problem.groups)
-        moments = problem.elements / groups / 1.1e9 * -(-groups // (2 * device.units))
+        moments = problem.elements / groups / fitted.moments * -(-groups // (2 * device.units))
         copied = layout(problem) in ("rows", "gapped-rows")
         passes = device.seconds(problem.elements * problem.dtype.itemsize * (10 if copied else 6))
-        return None if passes is None else max(36e-6, moments + passes)
+        return None if passes is None else max(fitted.host, moments + passes)
     if device.type == "cpu":
-        each = 0.5e-9 + (0.75e-9 * problem.dtype.itemsize if problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU else 0)
-        return 10e-6 + problem.elements * each / device.cores
+        large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
+        each = fitted.element + (fitted.byte_of_large * problem.dtype.itemsize if large else 0)
+        return fitted.start + problem.elements * each / device.cores
     return None
 
 

@@ -54,13 +54,13 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
     """Measured on one core, see NOTES.md: an element, a channel of a block, the host."""
     if device.type != "cpu":
         return None
-    rows = problem.strides[1] == 1
+    fitted, rows = device.fitted("group_norm_silu.cpu-blocks"), problem.strides[1] == 1
     blocks = prod([-(-size // grain(size)) for size in rows_and_columns(problem.shape)])
-    sums = problem.elements * (0.3e-9 if rows else 0.45e-9)
-    reduced = problem.shape[0] * problem.shape[1] * blocks * (0.6e-9 if rows else 1.7e-9)
+    sums = problem.elements * (fitted.sums_rows if rows else fitted.sums_planes)
+    reduced = problem.shape[0] * problem.shape[1] * blocks * (fitted.block_rows if rows else fitted.block_planes)
     large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
-    written = problem.elements * (0.25e-9 + (0.5e-9 * problem.dtype.itemsize if large else 0))
-    return 45e-6 + (sums + reduced + written) / device.cores
+    written = problem.elements * (fitted.written + (fitted.byte_of_large * problem.dtype.itemsize if large else 0))
+    return fitted.start + (sums + reduced + written) / device.cores
 
 
 ON_CPU: Any = {

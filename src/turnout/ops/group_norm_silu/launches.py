@@ -1,8 +1,10 @@
-"""From tensors to the two launches of group_norm_silu. All but the addresses follows from sizes and strides, so it is worked out once."""
+"""From tensors to the two launches of group_norm_silu.
+
+All but the addresses follows from sizes and strides, so each `Prepared` works it out once.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.launch import launch
+from turnout.launch import Launch, LaunchPlan, Workspace
 from turnout.ops.group_norm_silu import MOST_AXES, Axis, axes, positions
 from turnout.ops.group_norm_silu.spatial import repeats
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.routing.device import Device
+from turnout.routing.prepared import worked_out_once
 
 MOMENTS = 3  # numbers that a part leaves for each group
 
@@ -40,7 +43,7 @@ def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
     return together, each, ceil_div(groups, together)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def rows_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
     columns: int, rows: int, unroll: int, waves: int, walks: int,
@@ -66,7 +69,7 @@ def rows_plan(
     )
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def planes_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
     lanes: int, unroll: int, waves: int,
@@ -123,7 +126,7 @@ def is_one_walk(steps: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(outer == inner * size or before == 1 for outer, inner, before, size in pairs)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def gapped_plan(
     padding: tuple[int, ...], mode: str, shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...],
     groups: int, itemsize: int, off: int, units: int, columns: int, rows: int, unroll: int, waves: int, walks: int,
@@ -163,7 +166,7 @@ def gapped_plan(
     return Plan(batch * parts * MOMENTS * groups, moments, apply)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def spatial_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int,
     scale_shape: tuple[int, ...], scale_strides: tuple[int, ...], shift_strides: tuple[int, ...], first_apart: bool, units: int,
@@ -193,37 +196,41 @@ def spatial_plan(
     return Plan(partial, moments, (spatial_apply, shape[0] * programs * blocks, numbers, constants))
 
 
-def launch_spatial(
+def plan_spatial(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, out: Tensor, eps: float,
     silu: bool, first_apart: bool, *tile: int, warps: int,
-) -> None:  # fmt: skip
-    """Launch what `spatial_plan` says. Where the channels of scale or shift are not side by side, copies are taken."""
+) -> LaunchPlan:  # fmt: skip
+    """The launches that `spatial_plan` says. Where the channels of scale or shift are not side by side, copies are taken."""
     scale, shift = (t if t.stride(1) == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift))
     units, off = Device.of(x.device).units, misaligned(x, out, scale, shift)
     itemsize = max(x.element_size(), scale.element_size(), shift.element_size())
-    size, moments, apply = spatial_plan(
+    plan = spatial_plan(
         x.shape, x.stride(), out.stride(), groups, itemsize, off, scale.shape, scale.stride(), shift.stride(), first_apart, units,
         *tile,
     )  # fmt: skip
-    partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    kernel, programs, numbers, constants = moments
-    launch(kernel, programs, (x, partial), numbers, constants, warps=warps)
-    kernel, programs, numbers, constants = apply
-    flags = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
-    tensors = (x, partial, *side_by_side(weight, bias), scale, shift, out)
-    launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps=warps)
+    return _two_launches(plan, x, weight, bias, (scale, shift), out, eps, silu, warps, out)
 
 
-def two_launches(
+def plan_two(
     plan: Any, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
-    *tile: int, warps: int,
-) -> None:  # fmt: skip
-    """Launch what one of the plans says."""
+    *tile: int, warps: int, outputs: Tensor | None,
+) -> LaunchPlan:  # fmt: skip
+    """The launches that one of the other plans says."""
     units, off = Device.of(x.device).units, misaligned(x, out)
-    size, moments, apply = plan(x.shape, x.stride(), out.stride(), groups, x.element_size(), off, units, *tile)
-    partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    kernel, programs, numbers, constants = moments
-    launch(kernel, programs, (x, partial), numbers, constants, warps=warps)
-    kernel, programs, numbers, constants = apply
+    two = plan(x.shape, x.stride(), out.stride(), groups, x.element_size(), off, units, *tile)
+    return _two_launches(two, x, weight, bias, (), out, eps, silu, warps, outputs)
+
+
+def _two_launches(
+    plan: Plan, x: Tensor, weight: Tensor | None, bias: Tensor | None, modulation: tuple[Tensor, ...], out: Tensor, eps: float,
+    silu: bool, warps: int, outputs: Tensor | None,
+) -> LaunchPlan:  # fmt: skip
+    """Moments go into a workspace, from which the second launch reads them."""
+    partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
+    kernel, programs, numbers, constants = plan.moments
+    moments = Launch(kernel, programs, (x, partial), numbers, constants, warps)
+    kernel, programs, numbers, constants = plan.apply
     flags = {"WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
-    launch(kernel, programs, (x, partial, *side_by_side(weight, bias), out), (eps, *numbers), {**constants, **flags}, warps=warps)
+    tensors = (x, partial, *side_by_side(weight, bias), *modulation, out)
+    apply = Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps)
+    return LaunchPlan((moments, apply), outputs, (Workspace(partial),))

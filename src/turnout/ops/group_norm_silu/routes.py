@@ -10,9 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
-from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, launch_spatial, planes_plan, rows_plan, two_launches
+from turnout.ops.group_norm_silu.launches import (
+    block_of,
+    gapped_plan,
+    plan_spatial,
+    plan_two,
+    planes_plan,
+    rows_plan,
+)
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape, padded_strides
 from turnout.ops.group_norm_silu.padded import work as padded_work
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
@@ -24,7 +32,6 @@ from turnout.routing.op import Config
 LARGE = 2**20  # elements from which on a second configuration is worth trying
 VERY_LARGE = 2**28  # elements from which on combining the moments takes a program no time to speak of
 WIDEST_GROUP = 4096  # channels of a group, channels side by side
-GAPPED_SHARE = 0.7  # of the bound, where positions have gaps
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
 
 
@@ -90,20 +97,23 @@ def gpu_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """Where x fits the cache, its second reading is nearly free. Shares and time of the host: measured on an H200, see NOTES.md."""
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(work(problem).bytes - (size if size < device.cache // 2 else 0))
-    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / 0.75)
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def gapped_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """As `gpu_cost`, with a smaller share: predicted, not measured. See NOTES.md."""
     cost = gpu_cost(problem, device)
-    return None if cost is None else cost * 0.75 / GAPPED_SHARE
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if cost is None else cost * fitted.share / fitted.gapped
 
 
 def padded_cost(problem: GroupNormSiluPad, device: Device) -> float | None:
     """As `gapped_cost`."""
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(padded_work(problem).bytes - (size if size < device.cache // 2 else 0))
-    return None if moving is None or device.type != "cuda" else max(54e-6, 8e-6 + moving / GAPPED_SHARE)
+    fitted = device.fitted("group_norm_silu.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.gapped)
 
 
 def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
@@ -115,8 +125,10 @@ def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
         if strides[1] != 1
     )
     moving = device.seconds(spatial_work(problem).bytes + copied - (size if size < device.cache // 2 else 0))
-    host = 74e-6 if copied else 54e-6
-    return None if moving is None or device.type != "cuda" else max(host, 8e-6 + moving / GAPPED_SHARE)
+    if moving is None or device.type != "cuda":
+        return None
+    fitted = device.fitted("group_norm_silu.kernels")
+    return max(fitted.host_copied if copied else fitted.host, fitted.start + moving / fitted.gapped)
 
 
 def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
@@ -173,12 +185,12 @@ def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
     ]
 
 
-ON_GPU: Any = {"cost": gpu_cost, "numerics": "close", "version": 1}
+ON_GPU: Any = {"cost": gpu_cost, "prepare": prepare_from_plan, "numerics": "close", "version": 1}
 # The second launch is the only one that writes, and reads each element before it writes there.
 INTO: Any = {"in_place": ("x",), "fails_before_writing": True}
 ROW_KERNELS = [f"turnout.ops.group_norm_silu.kernels:row_{part}" for part in ("moments", "apply")]
 GAPPED: Any = {
-    "cost": gapped_cost, "numerics": "close", "version": 1, "configs": gapped_configs,
+    "cost": gapped_cost, "configs": gapped_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
     "kernels": [
         ROW_KERNELS[0], *(f"turnout.ops.group_norm_silu.gapped_kernels:gapped_{part}" for part in ("moments", "apply")),
     ],
@@ -187,54 +199,56 @@ PLANE_KERNELS = [f"turnout.ops.group_norm_silu.kernels:plane_{part}" for part in
 
 
 @GROUP_NORM_SILU.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU)
+@runs_plan
 def rows(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    two_launches(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
-    return out
+    return plan_two(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
 
 
 @GROUP_NORM_SILU_INTO.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU, **INTO)
+@runs_plan
 def rows_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
-) -> None:  # fmt: skip
-    two_launches(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+) -> LaunchPlan:  # fmt: skip
+    return plan_two(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=None)
 
 
 @GROUP_NORM_SILU.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED)
+@runs_plan
 def gapped_rows(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    two_launches(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
-    return out
+    return plan_two(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
 
 
 @GROUP_NORM_SILU_INTO.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED, **INTO)
+@runs_plan
 def gapped_rows_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> None:  # fmt: skip
-    two_launches(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
+) -> LaunchPlan:  # fmt: skip
+    return plan_two(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=None)
 
 
 _unpadded = functools.partial(gapped_plan, (), "constant")
 
 
 @GROUP_NORM_SILU_PAD.route("gapped-rows", refuses=refuses_padded, **{**GAPPED, "cost": padded_cost})
+@runs_plan
 def padded(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     shape = padded_shape(x.shape, padding)
     out = torch.empty_strided(shape, padded_strides(shape, True), dtype=x.dtype, device=x.device)
     plan = functools.partial(gapped_plan, tuple(padding), mode)
-    two_launches(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps)
-    return out
+    return plan_two(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
 
 
 SPATIAL: Any = {
@@ -244,29 +258,30 @@ SPATIAL: Any = {
 
 
 @SPATIAL_NORM_SILU.route("gapped-rows", refuses=refuses_spatial, **{**GAPPED, **SPATIAL})
+@runs_plan
 def spatial(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
     first_apart: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 2, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out, tile = torch.empty_like(x), (columns, rows, unroll, waves, walks)
-    launch_spatial(x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps)
-    return out
+    return plan_spatial(x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps)
 
 
 @GROUP_NORM_SILU.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU)
+@runs_plan
 def planes(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    two_launches(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps)
-    return out
+    return plan_two(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=out)
 
 
 @GROUP_NORM_SILU_INTO.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU, **INTO)
+@runs_plan
 def planes_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
-) -> None:  # fmt: skip
-    two_launches(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps)
+) -> LaunchPlan:  # fmt: skip
+    return plan_two(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=None)

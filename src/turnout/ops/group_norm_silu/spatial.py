@@ -136,7 +136,7 @@ def cost(problem: SpatialNormSilu, device: Device) -> float | None:
     """The norm, then the modulation and the activation, each read and written."""
     norm = reference_cost(problem.norm, device)
     if device.type == "cpu":
-        return None if norm is None else norm + problem.elements * 2e-9
+        return None if norm is None else norm + problem.elements * device.fitted("group_norm_silu.reference").element_spatial
     passes = device.seconds(4 * problem.elements * problem.dtype.itemsize)
     return None if norm is None or passes is None else norm + passes
 

@@ -32,10 +32,7 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
 
 
 # inner hands two vectors to dot; with more dimensions it is a matrix product.
-reference_cost = shared.cost(
-    cuda=shared.Rate(host=13.7e-6, start=6e-6, share={torch.float16: 0.62, torch.bfloat16: 0.62}, otherwise=0.82),
-    cpu=shared.Rate(host=5e-6, start=5e-6, share={torch.bfloat16: 0.09, torch.float16: 0.8}, otherwise=0.92),
-)
+reference_cost = shared.cost("inner.reference", "cuda", "cpu")
 
 INNER = Op(
     "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work,

@@ -1,23 +1,24 @@
-"""The tracks of inner: all of them are for one sum."""
+"""The routes of inner: all of them are for one sum."""
 
 from __future__ import annotations
 
-import functools
-
 from torch import Tensor
 
-from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, bound, sum_on_cpu, sums_on_gpu
+from turnout.launch import LaunchPlan, runs_plan
+from turnout.ops.dot.contraction import CPU_CHUNKS, SINGLE_LAUNCH, TWO_STAGE, plan_sums, sum_on_cpu
 from turnout.ops.inner import INNER
 
 
-@INNER.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, INNER))
-def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sums_on_gpu(INNER.problem(a, b), a.device, block, warps)(a, b)
+@INNER.route("single-launch", **SINGLE_LAUNCH)
+@runs_plan
+def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> LaunchPlan:
+    return plan_sums(INNER.problem(a, b), a, b, block, warps)
 
 
-@INNER.route("two-stage", **TWO_STAGE, bound=functools.partial(bound, INNER))
-def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sums_on_gpu(INNER.problem(a, b), a.device, block, warps, waves)(a, b)
+@INNER.route("two-stage", **TWO_STAGE)
+@runs_plan
+def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> LaunchPlan:
+    return plan_sums(INNER.problem(a, b), a, b, block, warps, waves)
 
 
 @INNER.route("cpu-chunks", **CPU_CHUNKS)

@@ -170,11 +170,12 @@ def reference_cost(problem: LayerNormModulate, device: Device) -> float | None:
     """Norm, scale, shift, gate and sum are calls of their own, each as long as moving five elements of the widest type: measured on an
     H200 (1 x 4608 x 3072 and 1 x 32760 x 5120). On a CPU a guess, there is no other route."""
     steps = 3 * problem.norm + 2 * (problem.residual_strides is not None)
+    fitted = device.fitted("layer_norm_modulate.reference")
     if device.type == "cuda":
         moved = device.seconds(5 * steps * problem.widest * problem.elements)
-        return None if moved is None else max(13e-6 * steps, moved)
+        return None if moved is None else max(fitted.host * steps, moved)
     if device.type == "cpu":
-        return steps * (10e-6 + 0.5e-9 * problem.elements)
+        return steps * (fitted.start + fitted.element * problem.elements)
     return None
 
 

@@ -1,16 +1,18 @@
-"""From tensors to the launch of layer_norm_modulate's kernel. All but the addresses follows from sizes and strides, so it is worked out
-once."""
+"""From tensors to the launch of layer_norm_modulate's kernel.
+
+All but the addresses follows from sizes and strides, so each `Prepared` works it out once.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from turnout.launch import LaunchPlan
+from turnout.launch import Launch, LaunchPlan
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import VECTOR_BYTES, misaligned, side_by_side, widest_vector
+from turnout.routing.prepared import worked_out_once
 
 Sizes = tuple[int, ...]
 
@@ -29,7 +31,7 @@ def steps(sizes: Sizes | None, strides: Sizes | None) -> tuple[int, int]:
     return 0 if sizes[0] == 1 else strides[0], 0 if sizes[1] == 1 else strides[1]
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def plan(
     shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], itemsize: int, widest: int, off: int, modulation_off: int,
     tokens: int, channels: int, warps: int,
@@ -67,4 +69,5 @@ def planned(
         x.element_size(), max([2, *(t.element_size() for t in modulations if t is not None)]), misaligned(x, residual, y, h),
         misaligned(*modulations), tokens, channels, warps,
     )  # fmt: skip
-    return LaunchPlan(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, outputs, warps)
+    launch = Launch(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, warps)
+    return LaunchPlan((launch,), outputs)

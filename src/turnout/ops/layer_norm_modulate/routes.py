@@ -1,4 +1,4 @@
-"""The track of layer_norm_modulate and of gated_add: one kernel, a program for each token or for a few."""
+"""The route of layer_norm_modulate and of gated_add: one kernel, a program for each token or for a few."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
+from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.integers import power_of_two
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE, LayerNormModulate, work
@@ -39,7 +39,8 @@ def refuses_rows(problem: LayerNormModulate, device: Device) -> Iterator[str]:
 def gpu_cost(problem: LayerNormModulate, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(17e-6, 3e-6 + moving / 0.9)
+    fitted = device.fitted("layer_norm_modulate.rows")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
@@ -54,13 +55,13 @@ def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "bound": prepare_from_plan, "numerics": "close", "version": 1,
+    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.layer_norm_modulate.kernels:layer_norm_modulate",),
 }  # fmt: skip
 
 
 @LAYER_NORM_MODULATE.route("rows", **ROWS)
-@one_launch
+@runs_plan
 def rows(
     x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     shift: Tensor | None, eps: float, *, tokens: int = 1, channels: int = 1024, warps: int = 4,
@@ -72,7 +73,7 @@ def rows(
 
 
 @GATED_ADD.route("rows", **ROWS)
-@one_launch
+@runs_plan
 def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> LaunchPlan:
     h = torch.empty_like(x, memory_format=torch.contiguous_format)
     return planned(x, residual, gate, None, None, None, None, None, h, 0.0, tokens, channels, warps, h)

@@ -56,14 +56,15 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
     return torch.matmul(a, b)
 
 
-_GPU = shared.Rate(host=13.7e-6, start=6e-6, share={torch.float16: 0.21, torch.bfloat16: 0.21}, otherwise=0.45)
-_CPU = {torch.bfloat16: 0.8, torch.float16: 0.2, torch.complex64: 0.25}
-_long_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, share=_CPU, otherwise=0.11))
-_short_sums = shared.cost(cuda=_GPU, cpu=shared.Rate(host=5e-6, start=5e-6, otherwise=0.8))
+_on_gpu = shared.cost("matmul.reference", "cuda")
+_long_sums = shared.cost("matmul.few-long-sums", "cpu")
+_short_sums = shared.cost("matmul.many-short-sums", "cpu")
 
 
 def reference_cost(problem: Matmul, device: Device) -> float | None:
-    """torch reads many short sums well, and few long ones badly."""
+    """On a CPU torch reads many short sums well, and few long ones badly."""
+    if device.type != "cpu":
+        return _on_gpu(problem, device)
     sums = problem.contraction()
     return (_short_sums if not isinstance(sums, str) and sums.length < 1024 else _long_sums)(problem, device)
 

@@ -1,13 +1,13 @@
-"""The tracks of matmul: products that are one long sum per batch element. Anything else is torch's own matrix product."""
+"""The routes of matmul: products that are one long sum per batch element. Anything else is torch's own matrix product."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, runs_plan
 from turnout.ops import needs
 from turnout.ops.dot import DOT
 from turnout.ops.dot.contraction import (
@@ -15,10 +15,9 @@ from turnout.ops.dot.contraction import (
     SINGLE_LAUNCH,
     TWO_STAGE,
     Contraction,
-    bound,
+    plan_sums,
     refuses_all_but_sums,
     sum_on_cpu,
-    sums_on_gpu,
 )
 from turnout.ops.matmul import MATMUL, Matmul
 from turnout.routing.device import Device
@@ -43,7 +42,7 @@ def needs_one_dot(problem: Matmul, device: Device) -> Iterator[str]:
 
 def as_dot_cost(problem: Matmul, device: Device) -> float | None:
     seconds = DOT.cost(problem, device)
-    return None if seconds is None else seconds + 15e-6  # two views and a reshape
+    return None if seconds is None else seconds + device.fitted("matmul.as-dot").host
 
 
 @MATMUL.route("as-dot", refuses=needs_one_dot, cost=as_dot_cost, numerics="close", version=1)
@@ -53,14 +52,16 @@ def as_dot(a: Tensor, b: Tensor) -> Tensor:
     return y.resize_(sums.output)  # no view, as `reshape` would give
 
 
-@MATMUL.route("single-launch", **SINGLE_LAUNCH, bound=functools.partial(bound, MATMUL))
-def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> Tensor:
-    return sums_on_gpu(MATMUL.problem(a, b), a.device, block, warps)(a, b)
+@MATMUL.route("single-launch", **SINGLE_LAUNCH)
+@runs_plan
+def single_launch(a: Tensor, b: Tensor, *, block: int = 8192, warps: int = 16) -> LaunchPlan:
+    return plan_sums(MATMUL.problem(a, b), a, b, block, warps)
 
 
-@MATMUL.route("two-stage", **TWO_STAGE, bound=functools.partial(bound, MATMUL))
-def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> Tensor:
-    return sums_on_gpu(MATMUL.problem(a, b), a.device, block, warps, waves)(a, b)
+@MATMUL.route("two-stage", **TWO_STAGE)
+@runs_plan
+def two_stage(a: Tensor, b: Tensor, *, block: int = 2048, warps: int = 4, waves: int = 8) -> LaunchPlan:
+    return plan_sums(MATMUL.problem(a, b), a, b, block, warps, waves)
 
 
 @MATMUL.route("cpu-chunks", **CPU_CHUNKS)

@@ -146,14 +146,16 @@ def reference_cost(problem: NormRope, device: Device) -> float | None:
     """A dozen passes over float32 for a rotation, a permutation at a third of the bandwidth: measured on an H200 (S 4608 and 32760, H 24)
     and on two cores (1 x 1024 x 24 x 128)."""
     tensors, streams, norm, turn = len(problem.heads), len(problem.lengths), problem.norm != "none", problem.table != "none"
+    fitted = device.fitted("norm_rope.reference")
     if device.type == "cuda":
-        passes = 6 + 4 * norm + 52 * turn + 4 * (streams - 1)
+        passes = fitted.passes + fitted.passes_norm * norm + fitted.passes_rotation * turn
+        passes += fitted.passes_stream * (streams - 1)
         moved = device.seconds(problem.elements * problem.dtype.itemsize * passes)
         calls = 1 + norm * streams + 10 * turn + (streams - 1)
-        return None if moved is None else max(9e-6 * tensors * calls, moved)
+        return None if moved is None else max(fitted.host * tensors * calls, moved)
     if device.type == "cpu":
-        each = 0.4e-9 + 1.5e-9 * norm + 4e-9 * turn
-        return tensors * 15e-6 * (1 + norm + 6 * turn) + problem.elements * each
+        each = fitted.element + fitted.element_norm * norm + fitted.element_rotation * turn
+        return tensors * fitted.start * (1 + norm + 6 * turn) + problem.elements * each
     return None
 
 

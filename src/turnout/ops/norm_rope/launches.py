@@ -1,17 +1,20 @@
-"""From tensors to the launch of norm_rope's kernel. All but the addresses follows from sizes and strides, so it is worked out once."""
+"""From tensors to the launch of norm_rope's kernel.
+
+All but the addresses follows from sizes and strides, so each `Prepared` works it out once.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan
+from turnout.launch import Launch, LaunchPlan
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.norm_rope.checks import table_kind
+from turnout.routing.prepared import worked_out_once
 
 Sizes = tuple[int, ...]
 
@@ -43,7 +46,7 @@ def table_steps(shape: Sizes, strides: Sizes) -> Sizes:
     return (batch, strides[1], 0) if len(shape) == 3 else (batch, strides[1], strides[2] if shape[2] > 1 else 0)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def plan(
     shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], table_shape: Sizes, table_strides: Sizes, kind: str,
     itemsize: int, table_itemsize: int, off: int, table_off: int, rotary: int, pairing: str, out_layout: str,
@@ -97,7 +100,8 @@ def planned(
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
     flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
     # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the kernel.
-    return LaunchPlan(
-        kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags},
-        (q_out, q.new_empty(0) if k_out is None else k_out), warps, {"enable_fp_fusion": False},
+    launch = Launch(
+        kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags}, warps,
+        {"enable_fp_fusion": False},
     )  # fmt: skip
+    return LaunchPlan((launch,), (q_out, q.new_empty(0) if k_out is None else k_out))

@@ -1,4 +1,4 @@
-"""The tracks of norm_rope: one launch on a GPU, one pass on a CPU."""
+"""The routes of norm_rope: one launch on a GPU, one pass on a CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
+from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
@@ -60,7 +60,10 @@ def refuses_exact(problem: NormRope, device: Device) -> Iterator[str]:
 def gpu_cost(problem: NormRope, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(9e-6 + 6e-6 * len(problem.heads), 4e-6 + moving / 0.76)
+    if moving is None or device.type != "cuda":
+        return None
+    fitted = device.fitted("norm_rope.one-pass")
+    return max(fitted.host + fitted.host_each * len(problem.heads), fitted.start + moving / fitted.share)
 
 
 def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
@@ -88,14 +91,14 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
 
 
 ONE_PASS: Any = {
-    "cost": gpu_cost, "configs": one_pass_configs, "bound": prepare_from_plan, "version": 1,
+    "cost": gpu_cost, "configs": one_pass_configs, "prepare": prepare_from_plan, "version": 1,
     "kernels": ("turnout.ops.norm_rope.kernels:norm_rope",),
 }  # fmt: skip
 
 
 @NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)
 @NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, numerics="close", **ONE_PASS)
-@one_launch
+@runs_plan
 def one_pass(
     q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
@@ -124,8 +127,9 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    each = 0.8e-9 + (1e-9 if len(problem.table_shape) == 4 and problem.table_shape[2] > 1 else 0)
-    return 70e-6 * len(problem.strides) + problem.elements * each * 2 / device.cores
+    fitted, has_head_tables = device.fitted("norm_rope.cpu-rows"), len(problem.table_shape) == 4 and problem.table_shape[2] > 1
+    each = fitted.element + (fitted.element_table if has_head_tables else 0)
+    return fitted.start * len(problem.strides) + problem.elements * each / device.cores
 
 
 @NORM_ROPE.route(

@@ -1,4 +1,7 @@
-"""From tensors to launches of rms_norm_silu's kernels. All but the addresses follows from sizes and strides, so it is worked out once."""
+"""From tensors to launches of rms_norm_silu's kernels.
+
+All but the addresses follows from sizes and strides, so each `Prepared` works it out once.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from turnout.launch import LaunchPlan
+from turnout.launch import Launch, LaunchPlan
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
+from turnout.routing.prepared import worked_out_once
 
 
 class Plan(NamedTuple):
@@ -25,7 +29,7 @@ def fill(sizes: tuple[int, ...], missing: int) -> tuple[int, ...]:
     return (missing,) * (3 - len(sizes)) + sizes
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def rows_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], dim: int, itemsize: int, off: int,
     rows: int, channels: int,
@@ -41,7 +45,7 @@ def rows_plan(
     return Plan(kernel, ceil_div(count, rows), numbers, constants)
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def planes_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], dim: int, itemsize: int, off: int,
     positions: int, channels: int,
@@ -65,4 +69,4 @@ def along(
     kernel, programs, numbers, constants = plan(x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile)
     flags = {"CLAMP": style == "normalize", "WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
     tensors = (x, *side_by_side(weight, bias), out)
-    return LaunchPlan(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, outputs, warps)
+    return LaunchPlan((Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps),), outputs)

@@ -1,4 +1,4 @@
-"""The tracks of rms_norm_silu and of its form that writes into a buffer: one kernel a layout."""
+"""The routes of rms_norm_silu and of its form that writes into a buffer: one kernel a layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
+from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.integers import power_of_two
 from turnout.ops.layouts import VECTOR_BYTES, array, flat
@@ -57,12 +57,15 @@ def refuses_planes(problem: RmsNormSilu, device: Device) -> Iterator[str]:
     yield from refuses_layout(problem, "planes")
 
 
-def gpu_cost(share: float) -> Callable[[RmsNormSilu, Device], float | None]:
+def gpu_cost(layout: str) -> Callable[[RmsNormSilu, Device], float | None]:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
 
     def seconds(problem: RmsNormSilu, device: Device) -> float | None:
         moving = device.seconds(work(problem).bytes)
-        return None if moving is None or device.type != "cuda" else max(15e-6, 4e-6 + moving / share)
+        if moving is None or device.type != "cuda":
+            return None
+        fitted = device.fitted("rms_norm_silu.kernels")
+        return max(fitted.host, fitted.start + moving / getattr(fitted, layout))
 
     return seconds
 
@@ -100,11 +103,12 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost(0.85), "configs": rows_configs, "bound": prepare_from_plan, "numerics": "close", "version": 1,
+    "refuses": refuses_rows, "cost": gpu_cost("rows"), "configs": rows_configs, "prepare": prepare_from_plan,
+    "numerics": "close", "version": 1,
     "kernels": ("turnout.ops.rms_norm_silu.kernels:rows",),
 }  # fmt: skip
 PLANES: Any = {
-    "refuses": refuses_planes, "cost": gpu_cost(0.52), "configs": planes_configs, "bound": prepare_from_plan,
+    "refuses": refuses_planes, "cost": gpu_cost("planes"), "configs": planes_configs, "prepare": prepare_from_plan,
     "numerics": "close", "version": 1, "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
 }  # fmt: skip
 INTO: Any = {"in_place": ("x",)}  # every kernel reads all channels of its positions before it writes there
@@ -112,7 +116,7 @@ ONE_LAUNCH_INTO: Any = {**INTO, "fails_before_writing": True}
 
 
 @RMS_NORM_SILU.route("rows", **ROWS)
-@one_launch
+@runs_plan
 def rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
@@ -122,7 +126,7 @@ def rows(
 
 
 @RMS_NORM_SILU_INTO.route("rows", **ROWS, **ONE_LAUNCH_INTO)
-@one_launch
+@runs_plan
 def rows_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
@@ -131,7 +135,7 @@ def rows_into(
 
 
 @RMS_NORM_SILU.route("planes", **PLANES)
-@one_launch
+@runs_plan
 def planes(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
@@ -141,7 +145,7 @@ def planes(
 
 
 @RMS_NORM_SILU_INTO.route("planes", **PLANES, **ONE_LAUNCH_INTO)
-@one_launch
+@runs_plan
 def planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
@@ -172,7 +176,8 @@ def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    return 70e-6 + problem.elements * 0.7e-9 * 2 / device.cores
+    fitted = device.fitted("rms_norm_silu.kernels")
+    return fitted.start + problem.elements * fitted.element / device.cores
 
 
 def on_cpu(

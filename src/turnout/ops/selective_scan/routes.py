@@ -40,7 +40,9 @@ def cost(problem: SelectiveScan, device: Device) -> float | None:
         return None
     warps = problem.batch * ceil_div(problem.dim, channels_of_a_warp(problem.states))
     turns = max(1.0, warps / (4 * device.units))
-    return max(14e-6, 4e-6 + moving / 0.7, 4e-6 + problem.length * turns * 0.4e-6)
+    fitted = device.fitted("selective_scan.kernels")
+    steps = problem.length * turns * fitted.step
+    return max(fitted.host, fitted.start + moving / fitted.share, fitted.start + steps)
 
 
 def channels_of_a_warp(states: int) -> int:

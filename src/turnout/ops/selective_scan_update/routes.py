@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, one_launch, prepare_from_plan
+from turnout.launch import Launch, LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.selective_scan.routes import MOST_STATES, fewer_channels
@@ -31,7 +31,8 @@ def refuses(problem: SelectiveScanUpdate, device: Device) -> Iterator[str]:
 
 def cost(problem: SelectiveScanUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
-    return None if moving is None or device.type != "cuda" else max(14e-6, 4e-6 + moving / 0.6)
+    fitted = device.fitted("selective_scan_update.kernels")
+    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
 
 
 def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
@@ -39,10 +40,10 @@ def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
 
 
 @SELECTIVE_SCAN_UPDATE.route(
-    "one-launch", refuses=refuses, cost=cost, configs=configs, bound=prepare_from_plan, numerics="close", version=1,
+    "one-launch", refuses=refuses, cost=cost, configs=configs, prepare=prepare_from_plan, numerics="close", version=1,
     kernels=("turnout.ops.selective_scan.kernels:scan",), fails_before_writing=True,
 )  # fmt: skip
-@one_launch
+@runs_plan
 def on_gpu(
     x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
     dt_bias: Tensor | None, dt_softplus: bool, log_rates: bool, *, channels: int = 32, warps: int = 1,
@@ -62,4 +63,5 @@ def on_gpu(
     }  # fmt: skip
     skip, bias = D if D is None else D.contiguous(), dt_bias if dt_bias is None else dt_bias.contiguous()
     tensors = (x, dt, A, B, C, skip, z, bias, state, y, state)
-    return LaunchPlan(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, y, warps)
+    launch = Launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps)
+    return LaunchPlan((launch,), y)

@@ -1,20 +1,19 @@
-"""The tracks of upsample_conv2d."""
+"""The routes of upsample_conv2d."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from turnout.launch import descriptors as tma
+from turnout.launch import LaunchPlan, Workspace, start
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Launch, memory, phase_filters, planned
-from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launched, precision_of
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Lowering, direct_launch, phase_filters
+from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launch_into, precision_of, prepare_by
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
@@ -75,7 +74,8 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     small, scale = problem.small, problem.scale
     filters = small._replace(weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem))))
     found = costs.channels_last_cost(filters, device)
-    prepared = 50e-6 if device.type == "cpu" else 5 * costs.LAUNCH
+    on_cpu = device.type == "cpu"
+    prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
     return None if found is None else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
 
 
@@ -147,14 +147,16 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         if not problem.small.output_channels_last:
             layouts += costs.gpu_relayout(problem.large.output, problem.small, device)
         known = [each for each in seconds if each is not None]
-        return 5 * costs.LAUNCH + sum(max(costs.LAUNCH, each) for each in known) + layouts if len(known) == len(seconds) else None
+        if len(known) < len(seconds):
+            return None
+        launch = costs.launch(device)
+        return 5 * launch + sum(max(launch, each) for each in known) + layouts
 
     def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
-    bind = functools.partial(phases_bound, kernel.launch) if kernel.hopper else None
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_phases, kernel), "numerics": "close", "version": 1,
         "kernels": (*kernel.kernels, PHASE_FILTERS),
     }  # fmt: skip
 
@@ -165,47 +167,40 @@ def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int
 
 
 def phase_by_phase(
-    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
 ) -> Tensor:
     """Each phase by a launch of its own, straight into its pixels."""
     high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
     out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=LAST[4])
     pixels = kernels.with_channels_last(input)
-    filters = phase_filters(weight, scale, padding, high.length, wide.length).unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
+    fill, filters = phase_filters(weight, scale, padding, high.length, wide.length)
+    start(fill)
+    filters = filters.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
     for a, top in enumerate(high.starts):
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
-            launched(launch, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
+            launch_into(lowering, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
     return output_in(out, known_format(input, weight))
 
 
-def phases_bound(launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config) -> Callable[..., Tensor] | None:
-    """`phase_by_phase` for calls like this one, without asking again what follows from shapes."""
-    input, weight, bias, scale, padding = args
+def plan_phases(
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
+) -> LaunchPlan | None:  # fmt: skip
+    """`phase_by_phase` on tensors as they are."""
+    if known_format(input, weight) != LAST[4]:
+        return None
     high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    shape, short = output_size(input, weight, scale, padding), launch.short
-    dtype, device, (n, c, y, x) = input.dtype, input.device, dense_strides(shape, LAST[4])
-    place = ((*shape[:2], shape[2] // scale, shape[3] // scale), (n, c, scale * y, scale * x))
-    taps = (*weight.shape[:2], high.length, wide.length)
-    held = (memory(input), place, (), (), (taps, dense_strides(taps, LAST[4])))
-    biases, settings = None if bias is None else bias.stride(), tuple(config.items())
-    plans = [
-        (planned(launch, held, biases, dtype, (-top, -left), (1, 1), False, settings, Device.of(device)), a * y + b * x)
+    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=LAST[4])
+    fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
+    filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)  # [scale, scale, Cout, Cin, rows, columns]
+    launches = [
+        direct_launch(
+            lowering, input, filters[a, b], bias, out[:, :, a::scale, b::scale], (-top, -left), (1, 1), None, None, "zeros", config
+        )
         for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
     ]  # fmt: skip
-    if short is None or known_format(input, weight) != LAST[4] or any(plan is None for plan, _ in plans):
-        return None
-
-    def convolve(input, weight, bias, scale, padding):
-        if not tma.aligned(input):
-            return run(input, weight, bias, scale, padding)
-        out = torch.empty(shape, dtype=dtype, device=device, memory_format=LAST[4])
-        filters = phase_filters(weight, scale, padding, high.length, wide.length)
-        for (plan, first), each in zip(plans, filters.unbind(), strict=True):
-            short(plan, input, each, bias, out.as_strided(*place, first), None, None)  # a plan knows the shapes, only addresses count
-        return out
-
-    return convolve
+    known = [launch for launch in launches if launch is not None]
+    return LaunchPlan((fill, *known), out, (Workspace(workspace),)) if len(known) == len(launches) else None
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))

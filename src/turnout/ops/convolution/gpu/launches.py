@@ -8,7 +8,6 @@ holds frames right before the first one of `x`; before those stand zeros, or cop
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -16,16 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.launch import Launch, start
 from turnout.launch import descriptors as tma
 from turnout.ops.convolution.gpu import tiles
 from turnout.ops.convolution.gpu.task import Task, Triple
-from turnout.ops.convolution.layout import LAST, dense_strides
 from turnout.ops.convolution.problem import channels_last
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import VECTOR_BYTES, folded
 from turnout.ops.needs import HALF_AND_SINGLE
 from turnout.routing.device import Device
 from turnout.routing.op import Config
+from turnout.routing.prepared import worked_out_once
 
 ROW_BYTES = 128  # what TMA reads or writes of a pixel at a time, at most
 REGISTERS, FETCHING = {1: 168, 2: 80}, 24  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
@@ -83,12 +83,12 @@ def implicit_gemm_hopper(
         return
     from_registers = from_registers or x.dtype is torch.float32  # where TF32 is rounded
     tile = tiles.Tile(share, slots, rows, columns, channels, filters, stages, from_registers)
-    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
-    plan = _plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
-    _launch_implicit_gemm(plan, x, weight, bias, out, residual, cache)
+    weight, held = pack_weight(weight), map(memory, (x, out, cache, residual))
+    plan = _implicit_gemm_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    start(_implicit_gemm_launch(plan, x, weight, bias, out, residual, cache))
 
 
-class Plan(NamedTuple):
+class HopperPlan(NamedTuple):
     """What a launch needs beside tensors. It follows from shapes, and takes longer to find than the launch itself."""
 
     patterns: tuple
@@ -98,14 +98,13 @@ class Plan(NamedTuple):
     registers: int | None = None  # of a thread
 
 
-def _launch_implicit_gemm(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
-) -> None:
-    from turnout.launch import launch
+def _implicit_gemm_launch(
+    plan: HopperPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+) -> Launch:
     from turnout.ops.convolution.gpu.gluon_kernels import implicit_gemm as kernel
 
     tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
-    launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, operands_are_kept=True)
+    return Launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, 4, {"operands_are_kept": True})
 
 
 Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
@@ -115,11 +114,11 @@ def memory(t: Tensor | None) -> Memory:
     return () if t is None else (t.shape, t.stride())
 
 
-@functools.lru_cache(4096)
-def _plan(
+@worked_out_once
+def _implicit_gemm_plan(
     x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
     padding: Triple, dilation: Triple, replicate: bool, tile: tiles.Tile, device: Device,
-) -> Plan:  # fmt: skip
+) -> HopperPlan:  # fmt: skip
     axes = AXES[tile.share]
     wide, narrow = (*tiles.split(tile.filters), 0)[:2]
     box = (tile.rows, tile.columns)
@@ -155,7 +154,7 @@ def _plan(
         "SLOTS": tile.slots, "STAGES": tile.stages, "BOXES": tile.boxes, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
         "BN1": wide, "BN2": narrow, "RS": tile.from_registers, "BY_FRAME": bool(cache) and tile.share == "height",
     }  # fmt: skip
-    return Plan(patterns, min(count, device.units), numbers, constants)
+    return HopperPlan(patterns, min(count, device.units), numbers, constants)
 
 
 def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block: tuple[int, ...]) -> Any:
@@ -163,7 +162,7 @@ def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block
     return tma.pattern(*(tuple(numbers[a] for a in axes) for numbers in held), dtype, block) if held else None
 
 
-def prepared(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
     """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to TF32."""
     from turnout.launch import launch
     from turnout.ops.convolution.gpu.gluon_kernels import round_to_tf32
@@ -178,7 +177,7 @@ def prepared(weight: Tensor) -> Tensor:
     return found
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def channels_last_steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
     """The strides of a dense tensor with channels last, and whether it has these."""
     _, channels, _, height, width = shape
@@ -232,29 +231,27 @@ def narrow_out_hopper(
         )  # fmt: skip
         return
     tile = tiles.NarrowTile(share, slots, channels, stages)
-    weight, held = prepared(weight), map(memory, (x, out, cache, residual))
-    plan = _narrow_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
-    _launch_narrow_out(plan, x, weight, bias, out, residual, cache)
+    weight, held = pack_weight(weight), map(memory, (x, out, cache, residual))
+    plan = _narrow_out_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    start(_narrow_out_launch(plan, x, weight, bias, out, residual, cache))
 
 
-def _launch_narrow_out(
-    plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
-) -> None:
-    from turnout.launch import launch
+def _narrow_out_launch(
+    plan: HopperPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+) -> Launch:
     from turnout.ops.convolution.gpu.gluon_narrow_kernels import narrow_out, narrow_out_rolled
 
     kernel = narrow_out_rolled if "ROWS" in plan.constants else narrow_out
     tensors = (*map(tma.described, (x, cache, weight), plan.patterns), out, residual, bias)
-    launch(
-        kernel, plan.programs, tensors, plan.numbers, plan.constants, warps=4, maxnreg=plan.registers, operands_are_kept=True
-    )  # fmt: skip
+    options = {"maxnreg": plan.registers, "operands_are_kept": True}
+    return Launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, 4, options)
 
 
-@functools.lru_cache(4096)
-def _narrow_plan(
+@worked_out_once
+def _narrow_out_plan(
     x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
     padding: Triple, dilation: Triple, replicate: bool, tile: tiles.NarrowTile, device: Device,
-) -> Plan:  # fmt: skip
+) -> HopperPlan:  # fmt: skip
     axes, (filters, channels, *size) = AXES[tile.share], weight
     s, u = axes[1] - 2, axes[2] - 2
     window, wide = 64 - size[2] + 1, power_of_two(size[2])
@@ -288,38 +285,51 @@ def _narrow_plan(
         numbers = (count, nw, nt, ns, blocks, frames, x[0][axes[1]], *before, filters, places, others, width, *strides)
         apart = {"TAP_S": (size[1], 1)[s], "TAP_U": (size[1], 1)[u]}
         constants = {"KS": size[s], "KU": size[u], **apart, "REPLICATE": replicate, "SLOTS": tile.slots, **constants}
-    return Plan(patterns, min(count, resident * device.units), numbers, constants, registers)
+    return HopperPlan(patterns, min(count, resident * device.units), numbers, constants, registers)
 
 
 def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
     return [tile._asdict() for tile in tiles.narrow(task, device.shared, device.units)]
 
 
-class Launch(NamedTuple):
-    """A way of launching: for any tensors, and for a Hopper kernel also without what may have to be done before it."""
+class Lowering(NamedTuple):
+    """How a convolution is launched: on any tensors, and by a Hopper kernel also on tensors as they are, by one launch."""
 
     general: Callable[..., None]
-    plan: Callable[..., Plan] | None = None
+    plan: Callable[..., HopperPlan] | None = None
     tile: Callable[..., tiles.Tile | tiles.NarrowTile] | None = None
-    short: Callable[..., None] | None = None
+    launch: Callable[..., Launch] | None = None
 
 
-# One name for each way of launching.
-GEMM = Launch(implicit_gemm)
-GEMM_HOPPER = Launch(implicit_gemm_hopper, _plan, tiles.Tile, _launch_implicit_gemm)
-NARROW = Launch(narrow_out)
-NARROW_HOPPER = Launch(narrow_out_hopper, _narrow_plan, tiles.NarrowTile, _launch_narrow_out)
+GEMM = Lowering(implicit_gemm)
+GEMM_HOPPER = Lowering(implicit_gemm_hopper, _implicit_gemm_plan, tiles.Tile, _implicit_gemm_launch)
+NARROW = Lowering(narrow_out)
+NARROW_HOPPER = Lowering(narrow_out_hopper, _narrow_out_plan, tiles.NarrowTile, _narrow_out_launch)
 
 
-@functools.lru_cache(4096)
-def planned(
-    launch: Launch, held: tuple[Memory, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, padding: tuple[int, ...],
+def direct_launch(
+    lowering: Lowering, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
+    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
+) -> Launch | None:  # fmt: skip
+    """The launch on tensors as they are, 2-D or 3-D, stride 1. None where one of them has to be moved or rounded first
+    or begins where TMA cannot, and for other kernels than Hopper's."""
+    if lowering.launch is None or not tma.aligned(x, weight, out, residual, cache):
+        return None
+    plan = _direct_plan(
+        lowering, tuple(map(memory, (x, out, cache, residual, weight))), None if bias is None else bias.stride(), x.dtype,
+        tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), Device.of(x.device),
+    )  # fmt: skip
+    return None if plan is None else lowering.launch(plan, x, weight, bias, out, residual, cache)
+
+
+@worked_out_once
+def _direct_plan(
+    lowering: Lowering, held: tuple[Memory, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, padding: tuple[int, ...],
     dilation: tuple[int, ...], replicate: bool, config: tuple[tuple[str, Any], ...], device: Device,
-) -> Plan | None:  # fmt: skip
-    """The plan of a launch on x, out, cache, residual and weight as they are, 2-D or 3-D. None where one of them has to be moved or rounded
-    first, and for other kernels."""
+) -> HopperPlan | None:  # fmt: skip
+    """The plan of `direct_launch` for x, out, cache, residual and weight that lie in memory like this."""
     x, out, cache, residual, weight = held
-    if launch.plan is None or launch.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
+    if lowering.plan is None or lowering.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
         return None
     if x[0][1] * dtype.itemsize % tma.ALIGNMENT or not all(channels_last(*each) for each in (x, cache, residual) if each):
         return None
@@ -329,53 +339,14 @@ def planned(
     three = len(padding) == 3
     padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
     clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
-    return launch.plan(*clips, filters, dtype, padding, dilation, replicate, launch.tile(**dict(config)), device)
+    return lowering.plan(*clips, filters, dtype, padding, dilation, replicate, lowering.tile(**dict(config)), device)
 
 
-def straight(
-    launch: Launch, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int], dilation: Sequence[int],
-    residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
-) -> bool:  # fmt: skip
-    """Launch on tensors as they are, at half of the host time. False, and nothing done, where that cannot be."""
-    if launch.short is None or not tma.aligned(x, weight, out, residual, cache):
-        return False
-    plan = planned(
-        launch, tuple(map(memory, (x, out, cache, residual, weight))), None if bias is None else bias.stride(), x.dtype, tuple(padding),
-        tuple(dilation), pad_mode == "replicate", tuple(config.items()), Device.of(x.device),
-    )  # fmt: skip
-    if plan is not None:
-        launch.short(plan, x, weight, bias, out, residual, cache)
-    return plan is not None
-
-
-def bound(
-    launch: Launch, shape: tuple[int, ...], x: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int],
-    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
-) -> Callable[..., Tensor | None] | None:  # fmt: skip
-    """What makes an output of this shape, channels last, from tensors in the memory of these. It gives None where one begins at an address
-    TMA cannot take. None, where they have to be moved or rounded first."""
-    dtype, device, format, short = x.dtype, x.device, LAST[x.dim()], launch.short
-    held = (memory(x), (shape, dense_strides(shape, format)), memory(cache), memory(residual), memory(weight))
-    plan = planned(
-        launch, held, None if bias is None else bias.stride(), dtype, tuple(padding), tuple(dilation), pad_mode == "replicate",
-        tuple(config.items()), Device.of(device),
-    )  # fmt: skip
-    if plan is None or short is None:
-        return None
-
-    def straightened(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, cache: Tensor | None) -> Tensor | None:
-        if not tma.aligned(x, weight, residual, cache):
-            return None
-        out = torch.empty(shape, dtype=dtype, device=device, memory_format=format)
-        short(plan, x, weight, bias, out, residual, cache)
-        return out
-
-    return straightened
-
-
-def phase_filters(weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int) -> Tensor:
-    """What `phases.phase_weights` gives, by one launch, as it lies in memory: `[scale * scale, Cout, rows, columns, Cin]`."""
-    from turnout.launch import launch
+def phase_filters(
+    weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int
+) -> tuple[Launch, Tensor]:  # fmt: skip
+    """The launch that fills what `phases.phase_weights` gives, and that tensor as it lies in memory:
+    `[scale * scale, Cout, rows, columns, Cin]`."""
     from turnout.ops.convolution.gpu.kernels import phase_filters as kernel
 
     filters, channels, high, wide = weight.shape
@@ -384,8 +355,8 @@ def phase_filters(weight: Tensor, scale: int, padding: Sequence[int], rows: int,
         "SCALE": scale, "PH": padding[0], "PW": padding[1], "KH": high, "KW": wide, "ROWS": rows, "COLUMNS": columns, "BLOCK": 512,
     }  # fmt: skip
     count = filters * channels
-    launch(kernel, len(out) * rows * columns * ceil_div(count, 512), (weight, out), (count, channels, *weight.stride()), constants, warps=4)
-    return out
+    programs = len(out) * rows * columns * ceil_div(count, 512)
+    return Launch(kernel, programs, (weight, out), (count, channels, *weight.stride()), constants, 4), out
 
 
 def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:

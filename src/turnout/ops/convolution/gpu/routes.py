@@ -16,22 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from turnout.launch import LaunchPlan, prepare_from_plan, start
 from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs
 from turnout.ops.convolution.gpu import launches, task, tiles
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Launch, bound, straight
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering, direct_launch
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, output_in, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
 from turnout.routing.device import Device
 from turnout.routing.op import Config
+from turnout.routing.prepared import Prepare, worked_out_once
 
 _HERE = "turnout.ops.convolution.gpu"
 TRANSPOSE = f"{_HERE}.kernels:transpose"
-HOST = 30e-6  # a launch, its output and what is asked before, on the H200's host
-WIDENING_HOST = HOST + 30e-6  # and padding two tensors
+FITTED = "convolution.kernels"  # the section of a device's constants
 
 
 class Kernel(NamedTuple):
@@ -40,16 +41,16 @@ class Kernel(NamedTuple):
     refuses: Callable[[Task], Iterator[str]]
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
-    launch: Launch
+    lowering: Lowering
     kernels: tuple[str, ...]  # also those that copy or round before and behind; not what unaligned tensors fall back to
 
     @property
     def hopper(self) -> bool:
-        return self.launch.short is not None
+        return self.lowering.launch is not None
 
     def widened(self, given: Task) -> Task:
         """The task as it is launched: with channels up to a whole number of TMA's 16 bytes, which are zeros in a copy."""
-        extra = extra_channels(self.launch, given.x[1], given.dtype) if given.x[1] == given.weight[1] else 0
+        extra = extra_channels(self.lowering, given.x[1], given.dtype) if given.x[1] == given.weight[1] else 0
         if not extra:
             return given
         (batch, channels, *size), (filters, _, *taps) = given.x, given.weight
@@ -67,16 +68,16 @@ class Kernel(NamedTuple):
         """One launch: the longer of its arithmetic and of what it reads and writes."""
         arithmetic = self.arithmetic(given, device)
         bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
-        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, 0.8))
+        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
 
     def cost(self, given: Task, around: float, device: Device) -> float | None:
         """The seconds of a call: `around` is what moving tensors from and to other layouts takes."""
-        task = self.widened(given)
+        task, fitted = self.widened(given), device.fitted(FITTED)
         seconds = self.seconds(task, device)
         if seconds is None or task is given:
-            return None if seconds is None else max(HOST, seconds + around)
-        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, 0.3)
-        return max(WIDENING_HOST, seconds + around + copied)
+            return None if seconds is None else max(fitted.host, seconds + around)
+        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, fitted.widening)
+        return max(fitted.host + fitted.widening_host, seconds + around + copied)
 
 
 def peak_of(given: Task, device: Device) -> float | None:
@@ -89,20 +90,28 @@ def portable_arithmetic(given: Task, device: Device) -> float | None:
     """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered pixels, less with few
     channels, hardly any where they do not make whole vectors."""
     peak, channels, filters = peak_of(given, device), given.weight[1], max(32, 1 << (given.weight[0] - 1).bit_length())
-    share = 0.012 if channels * given.dtype.itemsize % 16 else 0.09 if channels < 32 else 0.17 if given.dtype is torch.float32 else 0.25
+    fitted = device.fitted(FITTED)
+    if channels * given.dtype.itemsize % 16:
+        share = fitted.gathered_odd_channels
+    elif channels < 32:
+        share = fitted.gathered_few_channels
+    else:
+        share = fitted.gathered_float32 if given.dtype is torch.float32 else fitted.gathered
     return None if peak is None else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
 
 
 def hopper_arithmetic(given: Task, device: Device) -> float | None:
-    """The bound of the best tile at 1.5 GHz: 0.9 to 1.1 times what was measured on an H200."""
+    """The bound of the best tile: 0.9 to 1.1 times what was measured on an H200."""
     found = tiles.best(given, device.shared, device.units, 1)
-    return found[0].cycles(given, device.units) / 1.5e9 if found else None
+    return found[0].cycles(given, device.units) / device.fitted(FITTED).hopper_clock if found else None
 
 
-def narrow_reading(alone: float, more: float) -> Callable[[Task, Device], float]:
-    """Reading the input decides: at `alone` of the bandwidth with one depth of the kernel, slower by `more` for each further one."""
+def narrow_reading(kernel: str) -> Callable[[Task, Device], float]:
+    """Reading the input decides: at a share of the bandwidth with one depth of the kernel, slower for each further one."""
 
     def seconds(given: Task, device: Device) -> float:
+        fitted = device.fitted(FITTED)
+        alone, more = getattr(fitted, kernel), getattr(fitted, f"{kernel}_more_depth")
         return costs.gpu_moving(prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1)))
 
     return seconds
@@ -117,11 +126,11 @@ IMPLICIT_GEMM_HOPPER = Kernel(
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading(0.28, 1.3), NARROW,
+    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading("narrow"), NARROW,
     (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
 )  # fmt: skip
 NARROW_OUT_HOPPER = Kernel(
-    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading(0.3, 0.33), NARROW_HOPPER,
+    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading("narrow_hopper"), NARROW_HOPPER,
     (
         f"{_HERE}.gluon_narrow_kernels:narrow_out", f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
         f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE,
@@ -168,6 +177,11 @@ def task_of(problem: Convolution) -> Task:
     )  # fmt: skip
 
 
+def prepare_by(plan: Callable[..., LaunchPlan | None], kernel: Kernel) -> Prepare | None:
+    """How a route by this kernel is prepared, where that is worth it: `plan(kernel.lowering, ...)` gives its launches."""
+    return functools.partial(prepare_from_plan, plan=functools.partial(plan, kernel.lowering)) if kernel.hopper else None
+
+
 def declaration(kernel: Kernel) -> dict[str, Any]:
     """What a route of conv2d or conv3d by this kernel is declared with."""
 
@@ -186,9 +200,9 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
     def configs(problem: Convolution, device: Device) -> list[Config]:
         return kernel.configs(kernel.widened(task_of(problem)), device)
 
-    bind = functools.partial(convolution_bound, kernel.launch) if kernel.hopper else None
+    prepare = prepare_by(plan_convolution, kernel)
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "bound": bind, "numerics": "close", "version": 1,
+        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare, "numerics": "close", "version": 1,
         "kernels": kernel.kernels,
     }  # fmt: skip
 
@@ -196,29 +210,31 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 # From tensors to a launch
 
 
-def extra_channels(launch: Launch, channels: int, dtype: torch.dtype) -> int:
+def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int:
     """How many channels of zeros are put behind for a launch. (TF32 needs none: it is taken for channels in fours only.)"""
-    if launch is not GEMM_HOPPER or dtype not in (torch.float16, torch.bfloat16):
+    if lowering is not GEMM_HOPPER or dtype not in (torch.float16, torch.bfloat16):
         return 0
     return -channels % (tma.ALIGNMENT // dtype.itemsize)
 
 
-def launched(
-    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
+def launch_into(
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
     pad_mode: str = "zeros",
 ) -> None:  # fmt: skip
     """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
-    extra = extra_channels(launch, input.shape[1], input.dtype)
+    extra = extra_channels(lowering, input.shape[1], input.dtype)
     if extra:
         behind = (0, 0) * (input.dim() - 2) + (0, extra)
         input, weight, cache = (None if t is None else pad(t, behind) for t in (input, weight, cache))  # pyright: ignore
         input, weight, cache = (None if t is None else with_channels_last(t) for t in (input, weight, cache))  # pyright: ignore
-    if straight(launch, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config):
+    direct = direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config)
+    if direct is not None:
+        start(direct)
         return
     precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
     x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
-    launch.general(
+    lowering.general(
         x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
         dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
     )  # fmt: skip
@@ -229,40 +245,34 @@ def with_channels_last(x: Tensor) -> Tensor:
     return x if known_last(x.shape, x.stride()) else moved(x, LAST[x.dim()])
 
 
-@functools.lru_cache(4096)
+@worked_out_once
 def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a convolution with such stride, padding and dilation."""
     return (input[0], weight[0], *itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True)))
 
 
 def convolved(
-    launch: Launch, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
     dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
 ) -> Tensor:  # fmt: skip
     """A 2-D or 3-D convolution by one launch."""
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
-    launched(launch, input, weight, bias, out, stride, padding, dilation, residual, config)
+    launch_into(lowering, input, weight, bias, out, stride, padding, dilation, residual, config)
     return output_in(out, torch_format(input, weight, bias, stride, padding, dilation, groups))
 
 
-def convolution_bound(
-    launch: Launch, run: Callable[..., Tensor], args: tuple, config: Config
-) -> Callable[..., Tensor] | None:  # fmt: skip
-    """`convolved` for calls like this one, without asking again what follows from shapes."""
-    input, weight, bias, stride, padding, dilation, groups, residual = args
+def plan_convolution(
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
+    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
+) -> LaunchPlan | None:  # fmt: skip
+    """`convolved` on tensors as they are, where all of it is one launch."""
     if torch_format(input, weight, bias, stride, padding, dilation, groups) != LAST[input.dim()]:
         return None
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
-    short = bound(launch, shape, input, weight, bias, padding, dilation, residual, None, "zeros", config)
-    if short is None:
-        return None
-
-    def convolve(input, weight, bias, stride, padding, dilation, groups, residual):
-        y = short(input, weight, bias, residual, None)
-        return run(input, weight, bias, stride, padding, dilation, groups, residual) if y is None else y
-
-    return convolve
+    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
+    launch = direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, None, "zeros", config)
+    return None if launch is None else LaunchPlan((launch,), out)
 
 
 def with_implicit_gemm(

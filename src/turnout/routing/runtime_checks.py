@@ -1,4 +1,4 @@
-"""What is asked in every call before a route runs: what the facts of a call do not say.
+"""What is asked in every call before a route runs: what the cache key of a call does not say.
 
 What only torch can handle is left to it: transforms, modes, subclasses, lazy negation and conjugation, tensors
 elsewhere (`fallback`). For routes that write, overlapping tensors go to the reference (`writing`). All of it is written
@@ -30,7 +30,7 @@ _KNOWN: dict[str, Any] = {
 
 
 class Form(NamedTuple):
-    """All that the code of a driver depends on. Tensors are given by their places among the arguments."""
+    """All that the code of these checks depends on. Tensors are given by their places among the arguments."""
 
     op: str
     names: tuple[str, ...]
@@ -42,16 +42,16 @@ class Form(NamedTuple):
     pairs: tuple[tuple[int, int], ...]  # one that is written and another one
 
 
-def driver(
-    op: str, names: tuple[str, ...], like: tuple, run: Callable[..., Any], reference: Callable[..., Any],
+def with_runtime_checks(
+    op: str, names: tuple[str, ...], example_args: tuple, run: Callable[..., Any], reference: Callable[..., Any],
     left_to_torch: Callable[..., Any], failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`run` as it is called, for arguments with the facts of `like`; `reference` where tensors overlap, `left_to_torch` where
-    no route may run, `failed(failure, *args)` where it raises."""
-    tensors = tuple(i for i, x in enumerate(like) if isinstance(x, Tensor))
-    device = like[tensors[0]].device
+    """`run` as it is called, for arguments with the cache key of `example_args`; `reference` where tensors overlap,
+    `left_to_torch` where no route may run, `failed(failure, *args)` where it raises."""
+    tensors = tuple(i for i, x in enumerate(example_args) if isinstance(x, Tensor))
+    device = example_args[tensors[0]].device
     form = Form(
-        op, names, tensors, _elsewhere(device), any(like[i].is_complex() for i in tensors), minds_autocast,
+        op, names, tensors, _elsewhere(device), any(example_args[i].is_complex() for i in tensors), minds_autocast,
         () if writes is None else writes.written,
         () if writes is None else tuple((pair.written, pair.other) for pair in writes.pairs),
     )  # fmt: skip
@@ -71,17 +71,17 @@ def _elsewhere(device: torch.device) -> str:
 
 @functools.lru_cache(512)
 def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
-    """What makes drivers of one form."""
+    """What makes functions of one form."""
     names, arguments = form.names, ", ".join(form.names)
-    odd = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
-    odd += " or {x}.is_conj()" if form.may_be_conjugate else ""
+    left = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
+    left += " or {x}.is_conj()" if form.may_be_conjugate else ""
     autocast = " or autocasting()" if form.minds_autocast else ""
     source = f"""
 def make(run, reference, left_to_torch, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_before" for n in names)}):
     def {form.op}({arguments}):
         if functorch_level() is not None or count_modes() or forward_ad._current_level >= 0{autocast}:
             return left_to_torch({arguments})
-        if {" or ".join(odd.format(x=names[i]) for i in form.tensors)}:
+        if {" or ".join(left.format(x=names[i]) for i in form.tensors)}:
             return left_to_torch({arguments})
 {_before_writing(form) if form.written else ""}
         try:

@@ -1,4 +1,4 @@
-"""Calls bound to what follows from their shapes launch exactly what the routes themselves launch."""
+"""Prepared calls of convolutions launch exactly what the routes themselves launch."""
 
 import pytest
 import torch
@@ -53,9 +53,9 @@ def routed(name):
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_the_same(name, launches):
     route, args, config = routed(name)
-    ready = route.ready(args, config)
-    assert ready.__name__ == "convolve"
-    mine, theirs = ready(*args), route.run(*args, **config)
+    prepared = route.prepared(args, config)
+    assert prepared.is_direct
+    mine, theirs = prepared.call(*args), route.run(*args, **config)
     assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
     half = len(launches) // 2
     assert half == (5 if name == "upsampled" else 1)
@@ -65,10 +65,10 @@ def test_launches_the_same(name, launches):
 @pytest.mark.parametrize("name", CALLS)
 def test_an_address_that_tma_cannot_take(name, launches):
     route, args, config = routed(name)
-    ready = route.ready(args, config)
+    prepared = route.prepared(args, config)
     odd = clip(*args[0].shape, spare=1)
     assert odd.stride() == args[0].stride()
-    ready(odd, *args[1:])
+    prepared.call(odd, *args[1:])
     assert {launch.kernel.fn.__name__ for launch in launches} <= {"implicit_gemm", "phase_filters"}
     assert {launch.tensors[0].dtype for launch in launches} == {torch.bfloat16}  # a tensor for the portable kernel, no descriptor
 
@@ -76,7 +76,7 @@ def test_an_address_that_tma_cannot_take(name, launches):
 def test_a_route_without_a_configuration(launches):
     """Pinned where nothing was measured, it has its defaults."""
     route, args, _ = routed("causal, cache")
-    route.ready(args, {})(*args)
+    route.prepared(args, {}).call(*args)
     route.run(*args)
     assert without_addresses(launches[0]) == without_addresses(launches[1])
 
@@ -84,13 +84,13 @@ def test_a_route_without_a_configuration(launches):
 def test_a_cache_without_frames_is_none(launches):
     route, (x, weight, bias, cache, *rest), config = routed("causal, cache")
     for held in (cache[:, :, :0], None):
-        route.ready((x, weight, bias, held, *rest), config)(x, weight, bias, held, *rest)
+        route.prepared((x, weight, bias, held, *rest), config).call(x, weight, bias, held, *rest)
     assert without_addresses(launches[0]) == without_addresses(launches[1])
 
 
-def test_what_has_to_be_moved_is_not_bound(launches):
+def test_what_has_to_be_moved_is_not_direct(launches):
     route, (x, *rest), config = routed("conv2d")
-    assert route.ready((x.contiguous(), *rest), config).func is route.run
+    assert not route.prepared((x.contiguous(), *rest), config).is_direct
     route, (x, weight, bias, _, *rest), config = routed("causal")
     longer = clip(1, 64, 5, 20, 30)
-    assert route.ready((x, weight, bias, longer, *rest), config).func is route.run
+    assert not route.prepared((x, weight, bias, longer, *rest), config).is_direct

@@ -1,0 +1,365 @@
+"""Write the parts of the documentation that follow from data: python -m benchmarks.docs_pages [--check]
+
+Whole files under docs/results, and the parts between `<!-- generated: NAME -->` and `<!-- end: NAME -->` in other
+pages. No figure in them is typed by hand: they come from benchmarks/results and from the registries of turnout.
+With --check nothing is written; it ends with status 1 where a page is not what it would be.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+
+README_MODELS = ("wan-vae", "wan22-vae", "flux-vae", "ltx-vae", "flux", "wan", "mamba", "mamba-decode")
+README_DEVICE = "nvidia-h200"
+
+
+def pages() -> dict[Path, str]:
+    """Every page with generated parts, and what it should hold."""
+    made = {ROOT / "docs" / "results" / f"{slug}.md": device_page(slug) for slug in slugs()}
+    parts: dict[str, Callable[[], str]] = {
+        "races": readme_races,
+        "devices": devices,
+        "versions": versions,
+        "models": models,
+        "parts": fused_parts,
+        "cards": cards,
+        "routes": routes,
+    }
+    sources = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        names = re.findall(r"^<!-- generated: (\w+) -->$", text, re.MULTILINE)
+        for name in names:
+            marks = f"<!-- generated: {name} -->\n", f"<!-- end: {name} -->"
+            before, after = text.index(marks[0]) + len(marks[0]), text.index(marks[1])
+            text = f"{text[:before]}\n{parts[name]()}\n{text[after:]}"
+        if names:
+            made[path] = text
+    return made
+
+
+def slugs() -> list[str]:
+    """The devices that have results, the GPUs first."""
+    found = [folder.name for folder in RESULTS.iterdir() if folder.is_dir()]
+    return sorted(found, key=lambda slug: (slug.startswith("cpu"), slug))
+
+
+def rows(slug: str, name: str) -> list[Row]:
+    path = RESULTS / slug / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def notes() -> dict[str, Any]:
+    return json.loads((RESULTS / "notes.json").read_text(encoding="utf-8"))
+
+
+# ---- how things are written
+
+
+def table(head: Sequence[str], body: Iterable[Sequence[str]], numbers: int = 0) -> str:
+    """A table of Markdown; the last `numbers` columns are aligned to the right."""
+    rules = ["---"] * (len(head) - numbers) + ["--:"] * numbers
+    lines = [head, rules, *body]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def in_time(us: float) -> str:
+    """Microseconds as a reader wants them.
+
+    >>> in_time(61.62), in_time(1063.1), in_time(1833552.0)
+    ('61.6 us', '1.06 ms', '1834 ms')
+    """
+    if us < 1000:
+        return f"{us:.1f} us" if us < 100 else f"{us:.0f} us"
+    ms = us / 1e3
+    return f"{ms:.2f} ms" if ms < 10 else f"{ms:.1f} ms" if ms < 100 else f"{ms:.0f} ms"
+
+
+def short(version: str) -> str:
+    """A version without its build: 2.11.0+cu130 is 2.11.0."""
+    return version.split("+")[0]
+
+
+def measured_with(row: Row) -> str:
+    """The state of the code and the versions that a row was measured with."""
+    code = f"`{row['commit']}`" if row.get("commit") else "not recorded"
+    software = row["versions"]
+    triton = [f"Triton {short(software['triton'])}"] if software.get("triton") and row["device"] != "cpu" else []
+    return ", ".join([code, f"torch {short(software['torch'])}", *triton])
+
+
+# ---- races
+
+
+def newest(found: list[Row]) -> list[Row]:
+    """Of the rows of one race the last measured: rows have a date since races write one; without, the first."""
+    by_race: dict[tuple, Row] = {}
+    for row in found:
+        key = (row["model"], row["dtype"], row["what"])
+        if key not in by_race or row.get("date", "") > by_race[key].get("date", ""):
+            by_race[key] = row
+    return list(by_race.values())
+
+
+def race_cells(row: Row) -> list[str]:
+    stock, fast = row["lanes"]["stock"], row["lanes"]["accelerated"]
+    if "failed" in fast:
+        return [row["what"], row["dtype"], in_time(1e3 * stock["ms"]), "wrong", "", "", "", ""]
+    compiled = row["lanes"].get("torch.compile", {})
+    memory = "" if fast["peak_mib"] is None else f"{stock['peak_mib']:.0f} to {fast['peak_mib']:.0f}"
+    likeness = "" if not (stock.get("psnr") and fast.get("psnr")) else f"{stock['psnr']:.1f} to {fast['psnr']:.1f}"
+    verdict = f" ({row['verdict']})" if row.get("verdict") not in (None, "faster") else ""
+    return [
+        row["what"],
+        row["dtype"],
+        in_time(1e3 * stock["ms"]),
+        in_time(1e3 * compiled["ms"]) if "ms" in compiled else "",
+        f"**{in_time(1e3 * fast['ms'])}**",
+        f"{row['speedup']:.2f}x{verdict}",
+        memory,
+        likeness,
+    ]
+
+
+RACE_HEAD = ("model", "dtype", "stock", "torch.compile", "turnout", "speed-up", "memory, MiB", "PSNR, dB")
+
+
+def race_table(slug: str) -> str:
+    found = rows(slug, "race")
+    body = [[*race_cells(row), measured_with(row)] for row in found]
+    caveats = [
+        f"- {row['what']}, `{note['commit']}`: {note['note']}."
+        for note in notes()["races"]
+        for row in found
+        if note["device"] == slug and (note["model"], note["commit"]) == (row["model"], row.get("commit"))
+    ]
+    return table([*RACE_HEAD, "measured with"], body) + ("\n" + "\n".join(caveats) + "\n" if caveats else "")
+
+
+def readme_races() -> str:
+    """The table of whole models in the README: each model's newest row on one card."""
+    found = {row["model"]: row for row in reversed(newest(rows(README_DEVICE, "race")))}
+    body, caveats = [], []
+    for name in README_MODELS:
+        row = found[name]
+        what, _, stock, compiled, fast, *rest = race_cells(row)
+        title = notes()["titles"].get(what) or re.sub(r", \w+:", ",", what).split(" (")[0]
+        stock += f" (torch.compile {compiled})" if compiled else ""
+        marks = [note for note in notes()["races"] if (note["model"], note["commit"]) == (name, row.get("commit"))]
+        caveats += [f"{title}: {note['note']}." for note in marks]
+        body.append([title, stock, fast, *rest, f"`{row['commit']}`"])
+    used = [found[name] for name in README_MODELS]
+    device, dtypes = used[0]["device"], sorted({row["dtype"] for row in used})
+    software = sorted({measured_with(row).split(", ", 1)[1] for row in used})
+    said = f"{device}, {' and '.join(dtypes)}, random weights, {'; '.join(software)}:"
+    head = ("model", "stock", "turnout", "speed-up", "memory, MiB", "PSNR, dB", "commit")
+    return f"{said}\n\n{table(head, body)}" + "".join(f"\n{caveat}\n" for caveat in caveats)
+
+
+# ---- ops
+
+
+def best_peer(row: Row) -> tuple[str, float] | None:
+    peers = {name.removeprefix("peer:"): us for name, us in row["us"].items() if name.startswith("peer:")}
+    return min(peers.items(), key=lambda peer: peer[1]) if peers else None
+
+
+def op_cells(row: Row) -> list[str]:
+    if "us" not in row:
+        return [row["case"], row["dtype"], row["chosen"], "wrong output", "", "", "", "", measured_with(row)]
+    peer, ours = best_peer(row), row["us"]["turnout"]
+    device_us = row["device_us"]["turnout"]
+    return [
+        row["case"],
+        row["dtype"],
+        row["chosen"],
+        in_time(ours),
+        f"{in_time(peer[1])} ({peer[0]})" if peer else "",
+        f"{peer[1] / ours:.2f}x" if peer else "",
+        f"{row['bound_us'] / device_us:.0%}" if device_us else "",
+        f"{row['error']:.1e} / {row['reference_error']:.1e}",
+        measured_with(row),
+    ]
+
+
+OP_HEAD = ("case", "dtype", "route", "turnout", "best peer", "gain", "of bound", "error, ours / torch's", "measured with")
+
+
+def gains_table(by_op: dict[str, list[Row]]) -> str:
+    """How the routed calls of each op compare with the best peer of the same row."""
+    body = []
+    for op, found in by_op.items():
+        timed = [(best_peer(row), row["us"]["turnout"]) for row in found if "us" in row]
+        gains = [peer[1] / ours for peer, ours in timed if peer]
+        if gains:
+            mean = statistics.geometric_mean(gains)
+            slower = sum(gain < 1 for gain in gains)
+            link = f"[`{op}`](#{op})"
+            body.append([link, str(len(gains)), f"{mean:.2f}x", f"{min(gains):.2f}x", f"{max(gains):.2f}x", str(slower)])
+    head = ("op", "rows with a peer", "geometric mean", "least", "greatest", "rows where the peer is faster")
+    return table(head, body, numbers=5)
+
+
+def device_page(slug: str) -> str:
+    """All results of one device."""
+    by_op: dict[str, list[Row]] = defaultdict(list)
+    for path in sorted((RESULTS / slug).glob("*.jsonl")):
+        if path.stem not in ("race", "fuzz"):
+            by_op[path.stem] = rows(slug, path.stem)
+    device = next((row["device"] for found in by_op.values() for row in found), slug)
+    title = device if device != "cpu" else slug
+    parts = [
+        "<!-- Generated by python -m benchmarks.docs_pages: do not edit. -->",
+        f"# Results: {title}",
+        notes()["devices"].get(slug, ""),
+        "[What the columns mean](index.md#how-to-read-the-tables).",
+    ]
+    if rows(slug, "race"):
+        parts += ["## Whole models", race_table(slug)]
+    parts += ["## Ops against the best peer", gains_table(by_op)]
+    for op, found in by_op.items():
+        parts += [f"## {op}", table(OP_HEAD, [op_cells(row) for row in found])]
+    if fuzz := rows(slug, "fuzz"):
+        parts += ["## Random calls against float64", fuzz_table(fuzz)]
+    return "\n\n".join(part.rstrip("\n") for part in parts if part) + "\n"
+
+
+def fuzz_table(found: list[Row]) -> str:
+    body = [
+        [row["op"], f"{row['cases']:,}", f"{row['calls']:,}", f"{len(row['wrong']):,}", ", ".join(map(str, row["commits"]))]
+        for row in found
+    ]
+    return table(("op", "cases", "calls of routes", "wrong", "commits"), body)
+
+
+def devices() -> str:
+    """The list of devices with results."""
+    lines = []
+    for slug in slugs():
+        count = sum(len(rows(slug, path.stem)) for path in (RESULTS / slug).glob("*.jsonl"))
+        lines.append(f"- [{slug}]({slug}.md): {notes()['devices'].get(slug, '')} {count} rows.")
+    return "\n".join(lines) + "\n"
+
+
+# ---- from the registries
+
+
+def in_version(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def releases(found: Iterable[str]) -> str:
+    """Releases in words: "diffusers 0.36.0, 0.37.0"."""
+    by_package: dict[str, list[str]] = defaultdict(list)
+    for each in set(found):
+        package, version = each.split()
+        by_package[package].append(version)
+    return "; ".join(
+        f"{package} {', '.join(sorted(versions, key=lambda v: tuple(map(int, v.split('.')))))}"
+        for package, versions in sorted(by_package.items())
+    )
+
+
+def versions() -> str:
+    """Torch and Triton, and the pairs that every route was run with on a card."""
+    from turnout.launch.support import COMPILED, VERIFIED
+    from turnout.routing.versions import TORCH, TRITON
+
+    lines = [
+        f"- torch {in_version(TORCH[0])} to {in_version(TORCH[1])}; older ones are refused at import.",
+        f"- Triton {in_version(TRITON[0])} to {in_version(TRITON[1])}; every kernel is compiled by the tests with "
+        f"{', '.join(map(in_version, COMPILED))}.",
+        *(f"- Run on a card: torch {each.torch} with Triton {each.triton}; {each}." for each in VERIFIED),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def models() -> str:
+    """The models that are known, with their races."""
+    from turnout.models.accelerate import MODELS
+    from turnout.race.models import RACERS
+
+    body = []
+    for key in sorted(MODELS):
+        name = key.rsplit(".", 1)[1]
+        races = [f"`{race}`" for race, racer in RACERS.items() if racer.model == name]
+        body.append([f"`{name}`", key.split(".")[0], ", ".join(races)])
+    return table(("model", "package", "races (`turnout race`)"), body)
+
+
+def fused_parts() -> str:
+    """The classes that have an adapter of their own, by the module they are in and the releases they were tried with."""
+    file = ROOT / "src" / "turnout" / "models" / "fingerprints.json"
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for key, prints in sorted(json.loads(file.read_text(encoding="utf-8")).items()):
+        module, name = key.rsplit(".", 1)
+        tried = releases(release for found in prints.values() for release in found)
+        grouped[module, tried].append(f"`{name}`")
+    body = [[f"`{module}`", ", ".join(names), tried] for (module, tried), names in grouped.items()]
+    return table(("module", "classes", "tried with"), body)
+
+
+def cards() -> str:
+    """The cards whose peaks are known, and how many rows are shipped for each."""
+    from turnout.routing.device import KNOWN
+    from turnout.routing.store import load_shipped
+
+    body = []
+    for device in KNOWN:
+        shipped = len(load_shipped(device.slug).rows)
+        stands_in = f"those of {device.sibling}" if device.sibling and not shipped else ""
+        body.append([device.name, f"`{device.slug}`", str(shipped) if shipped else stands_in or "none"])
+    return table(("card", "name", "measured rows that are shipped"), body)
+
+
+def routes() -> str:
+    """Every op and its routes."""
+    import turnout
+    from turnout.routing.op import OPS
+    from turnout.routing.public import PUBLIC
+
+    body = []
+    for name, op in OPS.items():
+        functions = [f"`{function}`" for function, public in PUBLIC.items() if op in public.ops]
+        listed = [f"`{route.name}` ({route.numerics})" for route in turnout.routes(op)]
+        body.append([f"`{name}`", ", ".join(functions), ", ".join(listed)])
+    return table(("op", "called by", "routes besides the reference"), body)
+
+
+def main(words: list[str]) -> int:
+    checking = words == ["--check"]
+    if words and not checking:
+        print(__doc__)
+        return 2
+    stale = []
+    for path, text in pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+            if not checking:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+    left = {path for path in (ROOT / "docs" / "results").glob("*.md") if path.stem not in {"index", *slugs()}}
+    for path in sorted(left):
+        stale.append(path)
+        if not checking:
+            path.unlink()
+    for path in stale:
+        print(f"{'stale' if checking else 'written'}: {path.relative_to(ROOT)}")
+    if checking and stale:
+        print("python -m benchmarks.docs_pages writes them")
+    return int(checking and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,127 @@
+"""Ranks as processes: torch.distributed's groups of a 1-D `DeviceMesh`, NCCL on GPUs and gloo on CPUs.
+
+Tensors travel by point-to-point messages in a group of our own, so that a call which fails can be ended
+everywhere by closing that group, without touching the user's. What ranks say on the host (digests, failures)
+travels by the store through which torch.distributed started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from turnout.parallel.failures import RankFailed
+
+_POLL = 0.5  # seconds between looks at whether another rank has failed, while its answer is waited for
+_ROUNDS = 10**9  # more than anybody says between two failures
+_made = 0  # engines, which every rank makes in the same order
+
+
+class Dist:
+    """This process's rank of a mesh. timeout: seconds to wait for another rank before the call fails."""
+
+    is_alone = False
+
+    def __init__(self, mesh: DeviceMesh, timeout: float):
+        global _made
+        if mesh.ndim != 1:
+            raise ValueError(f"a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; it needs one: take mesh['name']")
+        self.mesh, self.timeout = mesh, timeout
+        group = mesh.get_group()
+        self.members = dist.get_process_group_ranks(group)
+        self.backend = dist.get_backend(group)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._group: Any = None
+        self._said = 0
+        _made += 1
+        members = "-".join(map(str, self.members))
+        # `_get_default_store` is private; a store of our own would need an address that all ranks know
+        store = dist.distributed_c10d._get_default_store()
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"turnout/{members}/{_made}", store)
+        self._failed_key = "failed/0"
+        self._failures = 0
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        if not sends and not receives:
+            return
+        group = self._open()
+        with self._told_why():
+            messages = [dist.P2POp(dist.isend, x, group=group, group_peer=other) for other, x in sends]
+            messages += [dist.P2POp(dist.irecv, x, group=group, group_peer=other) for other, x in receives]
+            for work in dist.batch_isend_irecv(messages):
+                if self.backend == "nccl":
+                    work.wait()  # the stream waits, not the host
+                else:
+                    work.wait(datetime.timedelta(seconds=self.timeout))
+
+    def agree(self, said: Any) -> list[Any]:
+        self._said += 1
+        self._store.set(f"said/{self._said}/{self.rank}", pickle.dumps(said))
+        heard = [pickle.loads(self._hear(rank)) for rank in range(self.ranks)]
+        if self._said > 2:  # all ranks have read what was said two rounds ago
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                self._store.delete_key(f"said/{self._said - 2}/{self.rank}")
+        return heard
+
+    def _hear(self, rank: int) -> bytes:
+        key, end = f"said/{self._said}/{rank}", time.monotonic() + self.timeout
+        while True:
+            left = max(0.001, min(_POLL, end - time.monotonic()))
+            try:
+                self._store.wait([key], datetime.timedelta(seconds=left))
+                return self._store.get(key)
+            except RuntimeError as failure:  # DistStoreError: not there yet, or the store is gone
+                self._raise_if_failed()
+                if time.monotonic() >= end:
+                    raise RankFailed(f"rank {rank} did not answer within {self.timeout:g} s: {failure}") from failure
+
+    def fail(self, failure: BaseException) -> None:
+        """Tell all ranks that this one has failed, and close the group that they may be waiting in."""
+        with contextlib.suppress(RuntimeError):
+            if not self._store.check([self._failed_key]):
+                text = f"rank {self.rank} raised {type(failure).__name__}: {failure}"
+                self._store.set(self._failed_key, text.encode())
+        self.close()
+        # all ranks get here: the next call begins anew, under other keys
+        self._failures += 1
+        self._failed_key = f"failed/{self._failures}"
+        self._said = self._failures * _ROUNDS
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+
+    def _open(self) -> Any:
+        if self._group is None:
+            self._group = dist.new_group(
+                self.members, timeout=datetime.timedelta(seconds=self.timeout), backend=self.backend,
+                use_local_synchronization=True, group_desc="turnout",
+            )  # fmt: skip
+        return self._group
+
+    @contextlib.contextmanager
+    def _told_why(self) -> Any:
+        """The message of torch when a rank is gone names a socket; the rank that failed has said why."""
+        try:
+            yield
+        except RuntimeError as failure:
+            self._raise_if_failed()
+            raise RankFailed(f"rank {self.rank} lost another rank, or waited {self.timeout:g} s for it: {failure}") from failure
+
+    def _raise_if_failed(self) -> None:
+        reason = None
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            if self._store.check([self._failed_key]):
+                reason = self._store.get(self._failed_key).decode()
+        if reason is not None:
+            raise RankFailed(reason) from None

@@ -1,0 +1,361 @@
+"""distribute: decode and encode on the ranks of a mesh, the same bits as on one."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from turnout.models import patch
+from turnout.models.report import Entry, Report
+from turnout.models.snapshot import REPLAYS
+from turnout.parallel import agreement
+from turnout.parallel.exchange import AXES, Engine, Exchange
+from turnout.parallel.fake import Fake
+from turnout.parallel.lockstep import Lockstep
+from turnout.parallel.mode import SplitMode
+from turnout.parallel.split import Split, same_bits
+from turnout.routing import settings
+from turnout.routing.op import TurnoutWarning
+
+SPLITS = ("auto", "height", "width", "batch")
+GATHERS = ("all", "first", "none")
+_AUTOENCODERS = "diffusers.models.autoencoders"
+
+# The VAEs that are known, and of each the modules that mix all pixels of a frame: every rank computes them whole.
+KNOWN: dict[str, tuple[str, ...]] = {
+    f"{_AUTOENCODERS}.autoencoder_kl_wan.AutoencoderKLWan": ("WanAttentionBlock",),
+    f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": ("QwenImageAttentionBlock",),
+}
+
+
+def distribute(
+    vae: Any, mesh: Any, *, split: Literal["auto", "height", "width", "batch"] = "auto",
+    gather: Literal["all", "first", "none"] = "all", timeout: float = 600.0,
+) -> Report:  # fmt: skip
+    """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit as
+    on one rank.
+
+    vae: `AutoencoderKLWan` (2.1, 2.2) or `AutoencoderKLQwenImage`, stock or accelerated, on this rank's device;
+    `accelerate` may also come later. Every rank makes this call with the same weights, then calls `decode`,
+    `encode` or `DecodeStream.decode` with the same whole input.
+    mesh: a 1-D `torch.distributed.DeviceMesh`, or `turnout.parallel.Lockstep(ranks)`: ranks as threads on one
+    device, or `turnout.parallel.Fake(rank, ranks)`: one rank's compute alone.
+    split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part is
+    the smallest share. Parts may differ by one row of latents.
+    gather: "all" ranks get the whole result, the "first" one (others get None), or "none": each has its part.
+    timeout: seconds to wait for another rank; then the call fails on all.
+
+    Ranks compare versions, settings, measured tables, weights and shapes, and raise `RanksDiffer` where they
+    are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
+    autocast, are computed whole on every rank, with a warning. `restore` undoes it.
+
+    >>> import torch, turnout
+    >>> from diffusers import AutoencoderKLWan
+    >>> from turnout.parallel import Lockstep
+    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    >>> z = torch.randn(1, 2, 2, 2, 4)
+    >>> with torch.no_grad():
+    ...     alone = vae.decode(z).sample
+    ...     report = turnout.distribute(vae, Lockstep(2), split="width")
+    ...     torch.equal(vae.decode(z).sample, alone)
+    True
+    """
+    if split not in SPLITS:
+        raise ValueError(f"distribute: split {split!r}; one of: {', '.join(SPLITS)}")
+    if gather not in GATHERS:
+        raise ValueError(f"distribute: gather {gather!r}; one of: {', '.join(GATHERS)}")
+    whole = _whole_modules(vae)
+    _refuse_tiling(vae)
+    distribution = Distribution(vae, _engine(mesh, timeout), split, gather)
+    _take_fronts(vae)
+    distribution.meet()
+    report = Report()
+    for path, module in vae.named_modules():
+        if type(module).__name__ in whole:
+            patch.put_front(module, _Whole, {})
+            report.entries.append(Entry(path, type(module).__name__, "whole on every rank", fused=True))
+    patch.put_front(vae, _Distributed, {"_turnout_distribution": distribution})
+    name = type(vae).__name__
+    report.entries.append(Entry("", name, f"decode and encode on {distribution.ranks} ranks", fused=True))
+    report.models[""] = f"{name} is split over {distribution.ranks} ranks by {split}, results go to: {gather}"
+    return report
+
+
+def _whole_modules(vae: Any) -> tuple[str, ...]:
+    for cls in type(vae).__mro__:
+        key = f"{cls.__module__}.{cls.__qualname__}"
+        if key in KNOWN:
+            return KNOWN[key]
+    names = ", ".join(sorted(key.rpartition(".")[2] for key in KNOWN))
+    raise ValueError(f"distribute: {type(vae).__name__} is not known; one of: {names}")
+
+
+def _refuse_tiling(vae: Any) -> None:
+    if getattr(vae, "use_tiling", False):
+        raise ValueError(f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; call vae.disable_tiling()")
+
+
+def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
+    if isinstance(mesh, Lockstep | Fake):
+        return mesh
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(mesh, DeviceMesh):
+        from turnout.parallel.dist import Dist
+
+        return Dist(mesh, timeout)
+    raise TypeError(f"distribute: a mesh of type {type(mesh).__name__}; it needs a torch.distributed.DeviceMesh of one dimension")
+
+
+def _take_fronts(vae: nn.Module) -> None:
+    for module in vae.modules():
+        patch.take_front(module)
+
+
+class _Whole:
+    """Stands before modules that mix all pixels."""
+
+    def __call__(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        split = settings.splitting()
+        return run(x, *args, **kwargs) if split is None else split.everywhere(run, x, *args, **kwargs)
+
+
+class _Distributed:
+    """Stands before the VAE."""
+
+    def decode(self: Any, z: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super().decode  # pyright: ignore[reportAttributeAccessIssue]
+        return self._turnout_distribution.call(self, "decode", z, run, args, kwargs)
+
+    def encode(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        run = super().encode  # pyright: ignore[reportAttributeAccessIssue]
+        return self._turnout_distribution.call(self, "encode", x, run, args, kwargs)
+
+
+class Distribution:
+    """How one VAE is split. The ranks of a `Lockstep` share it."""
+
+    def __init__(self, vae: Any, engine: Lockstep | Engine, split: str, gather: str):
+        self.engine, self.ranks, self.split, self.gather = engine, engine.ranks, split, gather
+        self.model = agreement.of_model(vae)
+        self.how = {"split": split, "gather": gather, "ranks": str(engine.ranks)}
+        self.splits: dict[tuple, Split] = {}  # of each rank, axis, size and settings
+        self.agreed: set[tuple] = set()
+        self.alike: dict[tuple, bool] = {}  # kinds of calls: whether samples by themselves have the bits of all together
+        self.warned = False
+
+    def meet(self) -> None:
+        """Compare models before anything is changed."""
+        if not isinstance(self.engine, Lockstep):
+            with self._ended_everywhere(self.engine):
+                agreement.compare(self.engine, {**self.model, **self.how})
+
+    def call(self, vae: Any, name: str, x: Any, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`vae.decode` or `vae.encode` of the whole x; `run` is what would run without a distribution."""
+        if not isinstance(x, Tensor) or x.dim() not in (4, 5):
+            return run(x, *args, **kwargs)  # the model's own error, on every rank
+
+        def on_part(rank: int, own: Tensor) -> Any:
+            twin = _twin(vae) if isinstance(self.engine, Lockstep) else vae
+            return getattr(super(_Distributed, twin), name)(own, *args, **kwargs)
+
+        return self._run(vae, name, x, lambda: run(x, *args, **kwargs), on_part)
+
+    def decode_in(self, stream: Any, z: Any) -> Any:
+        """`DecodeStream.decode` of the whole z."""
+        if stream.graph:
+            raise ValueError("DecodeStream: graph=True is not known to a distributed model; use graph=False")
+        if not isinstance(z, Tensor) or z.dim() != 5:
+            return stream.decode_alone(z)  # its own error, on every rank
+
+        def on_part(rank: int, own: Tensor) -> Any:
+            if not isinstance(self.engine, Lockstep):
+                return stream.decode_alone(own)
+            if rank not in stream.of_ranks:
+                stream.of_ranks[rank] = type(stream)(_twin(stream.vae))
+            return stream.of_ranks[rank].decode_alone(own)
+
+        return self._run(stream.vae, "stream", z, lambda: stream.decode_alone(z), on_part)
+
+    def _run(
+        self, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
+    ) -> Any:  # fmt: skip
+        if torch.compiler.is_compiling():
+            raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
+        if REPLAYS in vars(vae):
+            raise ValueError("a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True")
+        engine = self.engine
+        if not isinstance(engine, Lockstep):
+            return self._on_rank(engine, vae, name, x, whole, on_part)
+        _refuse_tiling(vae)
+        why = _why_whole(vae, x)
+        if why is not None:
+            self._warn(why)
+            return whole()
+        try:
+            results = engine.run(lambda rank: self._on_rank(rank, vae, name, x, whole, on_part))
+        except BaseException:
+            self._forget()
+            raise
+        return results if self.gather == "none" else results[0]
+
+    def _on_rank(
+        self, engine: Engine, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
+    ) -> Any:  # fmt: skip
+        with self._ended_everywhere(engine):
+            _refuse_tiling(vae)
+            why = _why_whole(vae, x)
+            how = None if why else self._batch(engine, vae, name, x, whole, on_part)
+            if why is not None:
+                self._agree(engine, name, x, why)
+                self._warn(why)
+                result = whole()
+            elif how is not None:
+                result = how()
+            else:
+                axis, units = self._axis(vae, name, x)
+                self._agree(engine, name, x, f"along {axis}")
+                split = self._split(engine, axis, units)
+                assert split.settings is not None
+                own = split.exchange.own(x).clone()
+                with settings.entering(split.settings), SplitMode(split):
+                    result = on_part(engine.rank, own)
+                result = _mapped(result, lambda part: self._gathered(part, split.exchange))
+            engine.agree("done")
+            return result
+
+    def _batch(
+        self, engine: Engine, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
+    ) -> Callable[[], Any] | None:  # fmt: skip
+        """What runs a call of many samples, each rank its own and nothing exchanged; None: they are split by rows.
+
+        A kernel may round otherwise for fewer samples. So a call of this kind is computed both ways when it is
+        first seen; where the bits are not the same, its samples stay together.
+        """
+        samples = x.shape[0]
+        if name == "stream" or self.split not in ("auto", "batch") or samples < self.ranks:
+            if self.split == "batch":
+                given = "a DecodeStream, whose frames" if name == "stream" else f"{samples} samples, which"
+                raise ValueError(f"{name}: {given} cannot be dealt out to {self.ranks} ranks; use split='auto'")
+            return None
+        self._agree(engine, name, x, "by samples")
+        exchange = Exchange(engine, 0, samples)
+        kind = engine.rank, name, tuple(x.shape), x.dtype, settings.current()
+
+        def own() -> Any:
+            return on_part(engine.rank, exchange.own(x).clone(memory_format=torch.preserve_format))
+
+        if kind not in self.alike:
+            part, result = own(), whole()
+            pairs: list[bool] = []
+            expected = iter(_tensors(result))
+            for each in _tensors(part):
+                pairs.append(same_bits(each, exchange.own(next(expected))))
+            self.alike[kind] = all(engine.agree(all(pairs)))
+        if self.alike[kind]:
+            return lambda: _mapped(own(), lambda part: self._gathered(part, exchange))
+        if self.split == "batch":
+            self._warn("samples that are decoded by themselves have other bits than together")
+            return whole
+        return None
+
+    @contextlib.contextmanager
+    def _ended_everywhere(self, engine: Engine) -> Iterator[None]:
+        """A failure of this rank is told to all that may wait for it."""
+        try:
+            yield
+        except BaseException as failure:
+            engine.fail(failure)
+            if not isinstance(self.engine, Lockstep):
+                self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """After a failure ranks know different things of calls that were seen: all begin anew."""
+        self.splits.clear()
+        self.agreed.clear()
+        self.alike.clear()
+
+    def _axis(self, vae: Any, name: str, x: Tensor) -> tuple[int, int]:
+        """The axis along which to split, and how many rows, columns or samples of latents it has."""
+        pixels = int(vae.spatial_compression_ratio) if name == "encode" else 1
+        names = (self.split,) if self.split in AXES else AXES
+        sizes = {AXES[each]: x.shape[AXES[each]] for each in names}
+        units = {axis: size // pixels for axis, size in sizes.items() if size % pixels == 0 and size // pixels >= self.ranks}
+        if not units:
+            given = " and ".join(f"{each} {x.shape[AXES[each]]}" for each in names)
+            needed = "" if pixels == 1 else f" in multiples of {pixels}"
+            raise ValueError(
+                f"{name}: {given} for {self.ranks} ranks; each needs at least {pixels} rows or columns{needed}: "
+                "use fewer ranks, another split, or restore() the model"
+            )
+        return min(units.items(), key=lambda unit: (-(-unit[1] // self.ranks) / unit[1], -unit[1]))
+
+    def _agree(self, engine: Engine, name: str, x: Tensor, computed: str) -> None:
+        said = {**agreement.of_call(name, x, x.device), "computed": computed}
+        key = (engine.rank, *said.values())
+        if key not in self.agreed:
+            agreement.compare(engine, said)
+            self.agreed.add(key)
+
+    def _split(self, engine: Engine, axis: int, units: int) -> Split:
+        """The plan of a rank, which is kept: what was compared once is known."""
+        key = engine.rank, axis, units, settings.current()
+        if key not in self.splits:
+            split = self.splits[key] = Split(Exchange(engine, axis, units))
+            split.settings = settings.split_by(split)
+        self.splits[key].exchange.engine = engine
+        return self.splits[key]
+
+    def _gathered(self, part: Tensor, exchange: Exchange) -> Tensor | None:
+        if self.gather == "all":
+            return exchange.all_gather(part)
+        return part if self.gather == "none" else exchange.gather_first(part)
+
+    def _warn(self, why: str) -> None:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"turnout.distribute: {why}; every rank computes and returns the whole", TurnoutWarning, stacklevel=6)
+
+
+def _why_whole(vae: nn.Module, x: Tensor) -> str | None:
+    """Why a call is computed whole on every rank."""
+    if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in vae.parameters())):
+        return "gradients are wanted (torch.no_grad() is not entered)"
+    if torch.is_autocast_enabled(x.device.type):
+        return "autocast is on"
+    return None
+
+
+def _twin(vae: Any) -> Any:
+    """The same modules, with plain attributes of its own: stock models keep their caches there."""
+    twin = object.__new__(type(vae))
+    twin.__dict__ = dict(vars(vae))
+    return twin
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors that a model returns, in order."""
+    found: list[Tensor] = []
+    _mapped(result, found.append)
+    return found
+
+
+def _mapped(result: Any, gather: Callable[[Tensor], Any]) -> Any:
+    """What a model returns, with its tensors gathered."""
+    if isinstance(result, Tensor):
+        return gather(result)
+    if isinstance(result, tuple):
+        return tuple(_mapped(each, gather) for each in result)
+    if isinstance(result, dict):  # diffusers' outputs are such
+        return type(result)(**{name: _mapped(each, gather) for name, each in result.items()})
+    if isinstance(getattr(result, "parameters", None), Tensor):  # of a distribution of latents
+        parameters = gather(result.parameters)
+        return None if parameters is None else type(result)(parameters, deterministic=result.deterministic)
+    return result

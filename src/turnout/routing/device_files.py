@@ -1,0 +1,61 @@
+"""The files of `devices/`: what is known of cards and CPUs, each figure with its source, read when first needed."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "devices"
+CPU = "cpu"
+
+
+class Constants:
+    """The fitted constants of one section, by name: `device.fitted("dot.two-stage").share`."""
+
+    def __init__(self, section: str, values: Mapping[str, float]):
+        self._section, self._values = section, values
+
+    def __getattr__(self, name: str) -> float:
+        try:
+            return self._values[name]
+        except KeyError:
+            known = ", ".join(self._values)
+            raise AttributeError(f"no constant {name!r} was fitted for {self._section}; those are: {known}") from None
+
+    def get(self, name: str, otherwise: float) -> float:
+        """A constant, or another number where none was fitted."""
+        return self._values.get(name, otherwise)
+
+
+@functools.cache
+def load(slug: str) -> dict[str, Any]:
+    """What `devices/<slug>.toml` holds."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # pyright: ignore[reportMissingImports]
+    with (FOLDER / f"{slug}.toml").open("rb") as file:
+        return tomllib.load(file)
+
+
+@functools.cache
+def cards() -> tuple[dict[str, Any], ...]:
+    """The cards that are known; of those that fit a name, the first is meant."""
+    slugs = (path.stem for path in FOLDER.glob("*.toml"))
+    return tuple(sorted((load(slug) for slug in slugs if slug != CPU), key=lambda card: card["rank"]))
+
+
+@functools.cache
+def sections(slug: str) -> dict[str, dict[str, Any]]:
+    """The sections of fitted constants of a device, by their dotted names: "dot.two-stage"."""
+    return dict(_leaves(load(slug)["fitted"]))
+
+
+def _leaves(table: Mapping[str, Any], *names: str) -> list[tuple[str, dict[str, Any]]]:
+    values = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    tables = {name: value for name, value in table.items() if isinstance(value, dict)}
+    found = [(".".join(names), values)] if values else []
+    return found + [leaf for name, inner in tables.items() for leaf in _leaves(inner, *names, name)]

@@ -1,0 +1,99 @@
+"""Prepared: all that follows from a problem, a route and its configuration, in one object.
+
+The dispatch cache of an op holds one for each entry that takes a route, so it is dropped with that entry and there are
+never more of them. What a route works out of shapes, strides and dtypes is kept in it: the layout of outputs, plans
+of launches, descriptors, compiled kernels. It holds no tensor of a caller, and threads may share it: what two of them
+work out at once is the same, and the later one is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+_MISSING = object()
+_MOST_VALUES = 256  # of one Prepared; a call has a handful for each alignment of its tensors
+_current: ContextVar[Prepared | None] = ContextVar("turnout_prepared", default=None)
+Value = TypeVar("Value")
+Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
+
+
+class Prepared:
+    """A route with its configuration, for calls of one entry of the dispatch cache.
+
+    call: runs such a call; what `prepare` has made of the route, or `run_route`. function, config: the route's own
+    function, and its configuration with all defaults. values: what it has worked out, by what it was worked out of.
+    """
+
+    __slots__ = ("_run", "call", "config", "function", "values")
+
+    def __init__(self, function: Callable[..., Any], config: Mapping[str, Any]):
+        self.function, self.config = function, config
+        self._run = functools.partial(function, **config) if config else function
+        self.values: dict[Any, Any] = {}
+        self.call: Callable[..., Any] = self.run_route
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether calls skip the route's own function."""
+        return self.call != self.run_route
+
+    def run_route(self, *args: Any) -> Any:
+        """The route's own function; what it works out is kept here."""
+        return self.keeping(self._run, *args)
+
+    def keeping(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; what is worked out in it is kept here."""
+        token = _current.set(self)
+        try:
+            return function(*args)
+        finally:
+            _current.reset(token)
+
+    def keep(self, key: Any, value: Any) -> Any:
+        """Remember a value, which must hold no tensor of the caller's."""
+        if len(self.values) >= _MOST_VALUES:
+            self.values.clear()
+        self.values[key] = value
+        return value
+
+
+def current() -> Prepared | None:
+    """The Prepared whose route runs on this thread; None outside of one, where nothing is kept."""
+    return _current.get()
+
+
+def kept(key: Any, work_out: Callable[[], Value]) -> Value:
+    """What `work_out()` gives, worked out once for each Prepared that asks for this key."""
+    prepared = _current.get()
+    if prepared is None:
+        return work_out()
+    value = prepared.values.get(key, _MISSING)
+    return prepared.keep(key, work_out()) if value is _MISSING else value
+
+
+def worked_out_once(function: Callable[..., Value]) -> Callable[..., Value]:
+    """A function of sizes, strides, dtypes and the like, worked out once for each Prepared that asks.
+
+    >>> @worked_out_once
+    ... def elements(shape: tuple[int, ...]) -> int:
+    ...     print("counting")
+    ...     return shape[0] * shape[1]
+    >>> prepared = Prepared(elements, {})
+    >>> prepared.call((2, 3)), prepared.call((2, 3))
+    counting
+    (6, 6)
+    """
+
+    @functools.wraps(function)
+    def look_up(*args: Any) -> Value:
+        prepared = _current.get()
+        if prepared is None:
+            return function(*args)
+        key = (function, args)
+        value = prepared.values.get(key, _MISSING)
+        return prepared.keep(key, function(*args)) if value is _MISSING else value
+
+    return look_up

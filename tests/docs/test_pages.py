@@ -1,0 +1,268 @@
+"""The documentation is true: its examples run, its commands exist, its generated parts are as they would be."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+import typer.main
+from typer.testing import CliRunner
+
+import turnout
+from benchmarks import docs_pages
+from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of
+from turnout.cli import app
+
+WITH_CODE = [page for page in PAGES if any(block.language == "python" and not block.title for block in blocks(page))]
+
+
+def run_examples(page, tmp_path, *, gpu):
+    """Every example of a page, one after the other, as a reader would run them. Where there is no GPU those for
+    one run on the CPU, but for those that say that they need it."""
+    from diffusers import AutoencoderKLWan
+
+    folder = tmp_path / "vae"
+    AutoencoderKLWan(base_dim=4, num_res_blocks=1).save_pretrained(folder)
+    names = {"__name__": "__main__", "folder": folder}
+    for block in blocks(page):
+        if block.language == "python" and not block.title and block.needs_gpu == gpu:
+            text = block.text if gpu else block.text.replace('"cuda"', '"cpu"')
+            text = text.replace("50_000_000", "5_000_000")
+            exec(compile("\n" * (block.line - 1) + text, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_examples_run(page, tmp_path):
+    if page == ROOT / "docs" / "how-a-call-travels.md":
+        with torch.device("meta"):  # its call is one of 50 million products
+            names = {"turnout": turnout, "a": torch.empty(1, 50_000_000), "b": torch.empty(50_000_000, 1)}
+            for block in blocks(page):
+                exec(block.text, names)
+        return
+    run_examples(page, tmp_path, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_examples_for_a_gpu_run(page, tmp_path):
+    run_examples(page, tmp_path, gpu=True)
+
+
+# ---- commands
+
+
+def commands() -> list:
+    return list(_commands())
+
+
+def _commands():
+    """Every line of the documentation that begins with `turnout`, also inside of sentences."""
+    for page in PAGES:
+        lines = [line for block in blocks(page) if block.language == "" for line in block.text.splitlines()]
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in [*lines, *re.findall(r"`([^`\n]+)`", prose)]:
+            line = line.split(" #")[0].strip()
+            if re.match(r"turnout( (?!COMMAND)|$)", line) and "..." not in line:
+                yield pytest.param(line, id=f"{name_of(page)}: {line}")
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_exist_with_their_options(line):
+    _, *words = shlex.split(line)
+    known = typer.main.get_command(app)
+    if not words or words == ["--version"]:
+        return
+    command = known.commands[words[0]]
+    options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    if words[0] == "explain" and len(words) > 2 and words[1].islower():
+        run = CliRunner().invoke(app, words[1:] and words)
+        assert run.exit_code == 0, run.output
+        return
+    unknown = [word for word in words if word.startswith("--") and word not in {*options, "--help"}]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_targets_of_make_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = page.read_text()
+    named = set(re.findall(r"`make ([a-z-]+)`", text))
+    named |= {target for block in blocks(page) for target in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE)}
+    assert named <= targets
+
+
+# ---- links and lengths
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
+def test_links_lead_somewhere(page):
+    """To files of the repository; those between pages are checked when the site is built, too."""
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    there = [target for target in targets if "://" not in target]
+    assert [target for target in there if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lines_are_short(page):
+    """But for tables, links, commands and what was printed."""
+    fenced = {block.line + i for block in blocks(page) for i in range(block.text.count("\n"))}
+    lines = enumerate(page.read_text().splitlines(), 1)
+    long = [i for i, line in lines if len(line) > 110 and i not in fenced and not line.startswith("|")]
+    text = page.read_text()
+    generated = re.findall(r"<!-- generated: \w+ -->.*?<!-- end", text, re.DOTALL)
+    inside = {line for part in generated for line in part.splitlines()}
+    assert [i for i in long if text.splitlines()[i - 1] not in inside] == []
+
+
+# ---- what must not drift
+
+
+def test_generated_parts_have_not_drifted():
+    stale = [path for path, text in docs_pages.pages().items() if not path.exists() or path.read_text() != text]
+    assert stale == [], "python -m benchmarks.docs_pages writes them"
+
+
+def test_drift_is_noticed(monkeypatch):
+    """A row that changes, or a page that somebody edits, is told by --check."""
+    whole = docs_pages.rows
+
+    def faster(slug, name):
+        return [{**row, "speedup": 9.87} if name == "race" else row for row in whole(slug, name)]
+
+    monkeypatch.setattr(docs_pages, "rows", faster)
+    assert docs_pages.main(["--check"]) == 1
+
+
+def test_every_device_with_results_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [slug for slug in docs_pages.slugs() if f"results/{slug}.md" not in navigation] == []
+    assert set(docs_pages.notes()["devices"]) == set(docs_pages.slugs())
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (DOCS / "reference" / "python.md").read_text()
+    documented = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+    public = {getattr(turnout, name) for name in turnout.__all__ if name != "__version__"}
+    assert {f"{each.__module__}.{each.__name__}" for each in public} <= documented
+
+
+def read_by(*folders):
+    """The names of environment variables that Python files read."""
+    texts = [path.read_text() for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    reading = re.compile(r"environ(?:\.get\(|\[)\s*\"([A-Z_]+)\"")
+    return {name for text in texts for name in reading.findall(text)}
+
+
+def test_every_environment_variable_is_on_its_page_and_no_other():
+    page = (DOCS / "reference" / "environment.md").read_text()
+    of_the_package, of_the_tests = page.split("Read by the tests")
+    names = re.compile(r"`([A-Z]+_[A-Z_]+)`")
+    assert set(names.findall(of_the_package)) == read_by("src")
+    assert {"TURNOUT_PIN", "TURNOUT_NUMERICS", "TURNOUT_CACHE_DIR"} <= read_by("src")
+    assert set(names.findall(of_the_tests)) == {name for name in read_by("tests") if name.startswith("TURNOUT")} - read_by("src")
+
+
+# ---- the keys of JSON
+
+
+def documented_keys(heading):
+    """The keys that the section of this name tells of."""
+    page = (DOCS / "reference" / "json.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return section, {key for row in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)}
+
+
+def printed(*words):
+    run = CliRunner().invoke(app, [*words, "--json"])
+    assert run.exit_code == 0, run.output
+    return [json.loads(line) for line in run.stdout.splitlines() if line[:1] in "{["]
+
+
+def test_keys_of_doctor():
+    _, keys = documented_keys("turnout doctor")
+    [told] = printed("doctor")
+    assert set(told) == {key for key in keys if "." not in key}
+    assert {f"checks[].{key}" for check in told["checks"] for key in check} == {key for key in keys if key.startswith("checks[]")}
+    section, _ = documented_keys("turnout doctor")
+    assert all(f"`{key}`" in section or f"`environment.{key}`" in section for key in told["environment"])
+
+
+def test_keys_of_explain():
+    _, keys = documented_keys("turnout explain")
+    [told] = printed("explain", "dot", "--a", "3", "--b", "3")
+    assert set(told) == keys
+
+
+def test_keys_of_bench(tmp_path):
+    section, keys = documented_keys("turnout bench")
+    told = printed("bench", "dot", "--only", "K=16 float32", "--seconds", "0.05", "--device", "cpu")
+    assert {key for row in told for key in row} == keys - {"wrong"}
+    [told] = printed("bench", "router")
+    assert all(f"`{key}`" in section for row in told.values() for key in row)
+    [told] = printed("bench", "dot", "--missing", "--device", "4090")
+    assert all(set(row) == {"op", "case"} for row in told)
+
+
+def test_keys_of_a_wrong_row(monkeypatch):
+    from turnout.bench import sweep
+
+    monkeypatch.setattr(sweep.Trial, "complaint", lambda *_: "another number")
+    run = CliRunner().invoke(app, ["bench", "dot", "--only", "K=16 float32", "--device", "cpu", "--json"])
+    assert run.exit_code == 1
+    [row] = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    _, keys = documented_keys("turnout bench")
+    assert "wrong" in row
+    assert set(row) <= keys
+
+
+def test_keys_of_tune():
+    _, keys = documented_keys("turnout tune")
+    [told] = printed("tune", "dot", "--budget", "1", "--device", "cpu")
+    assert {key for row in told for key in row} == keys
+
+
+def test_keys_of_race():
+    section, keys = documented_keys("turnout race")
+    words = ("--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0")
+    [row] = printed("race", "flux-vae", *words)
+    top, listed = keys - {key for key in keys if "lanes.*" in key}, {"model", "title", "class", "sizes", "dtypes", "note"}
+    assert set(row) == top - (listed - {"model"}) - {"failed"}
+    lanes = {key.removeprefix("lanes.*.") for key in keys if key.startswith("lanes.*")}
+    assert {key for lane in row["lanes"].values() for key in lane} == lanes - {"failed"}
+    for nested in (*row["routes"], row["machine"]):
+        assert all(f"`{key}`" in section for key in nested)
+    [models] = printed("race", "--list")
+    assert all(set(model) == listed for model in models)
+    assert listed <= keys
+
+
+def test_no_command_has_json_that_is_not_documented():
+    page = (DOCS / "reference" / "json.md").read_text()
+    commands = typer.main.get_command(app).commands
+    with_json = {name for name, command in commands.items() if any("--json" in option.opts for option in command.params)}
+    assert with_json == set(re.findall(r"^## turnout (\w+)$", page, re.MULTILINE)) == set(commands)
+
+
+# ---- the site
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    environment = {"PATH": "/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "HOME": str(tmp_path)}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr + done.stdout
+    page = (tmp_path / "site" / "reference" / "python.html").read_text()
+    for name in turnout.__all__:
+        if name != "__version__":
+            public = getattr(turnout, name)
+            assert f'id="{public.__module__}.{name}"' in page, name
+    for file in (tmp_path / "site").rglob("*.html"):  # nothing is loaded from elsewhere
+        assert not re.search(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?:", file.read_text()), file

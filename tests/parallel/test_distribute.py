@@ -1,0 +1,257 @@
+"""Frames of a model that is split over ranks are those of one process, bit for bit."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import turnout
+from tests.parallel.matrix import CLIPS, LATENTS, cases, model, random, said
+from turnout.models import DecodeStream
+from turnout.parallel import Fake, Lockstep, distribute
+from turnout.parallel.split import Split
+from turnout.routing.op import TurnoutWarning
+
+
+def counts(vae):
+    return next(iter(type(vae)._turnout_distribution.splits.values())).counts
+
+
+@pytest.mark.parametrize("case", list(cases(LATENTS)), ids=said)
+@torch.no_grad()
+def test_decode_gives_the_bits_of_one_process(case):
+    name, shape, ranks, split, dtype, fast = case
+    vae, z = model(name, dtype, fast), random(*shape, dtype=dtype)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(ranks), split=split)
+    assert torch.equal(vae.decode(z).sample, alone)  # calls are compared when they are first seen
+    assert torch.equal(vae.decode(z).sample, alone)  # and from then on each rank computes its part
+
+
+@pytest.mark.parametrize("case", list(cases({name: [shape] for name, shape in CLIPS.items()}, pixels=16)), ids=said)
+@torch.no_grad()
+def test_encode_gives_the_bits_of_one_process(case):
+    name, shape, ranks, split, dtype, fast = case
+    vae, x = model(name, dtype, fast), random(*shape, dtype=dtype)
+    alone = vae.encode(x).latent_dist.parameters
+    turnout.distribute(vae, Lockstep(ranks), split=split)
+    for _ in range(2):
+        assert torch.equal(vae.encode(x).latent_dist.parameters, alone)
+
+
+@pytest.mark.parametrize(("name", "fast"), [("wan", False), ("wan", True), ("wan22", True)])
+@torch.no_grad()
+def test_stream_gives_the_bits_of_one_process(name, fast):
+    vae = model(name, torch.bfloat16, fast)
+    z = random(1, vae.config.z_dim, 6, 4, 5, dtype=torch.bfloat16)
+    parts = z.split([1, 2, 1, 2], 2)
+    stream = DecodeStream(vae)
+    alone = [stream.decode(part) for part in parts]
+    turnout.distribute(vae, Lockstep(3), split="width")
+    stream = DecodeStream(vae)
+    for _ in range(2):
+        assert all(torch.equal(stream.decode(part), frames) for part, frames in zip(parts, alone, strict=True))
+        stream.reset()
+
+
+@torch.no_grad()
+def test_parts_are_computed_by_themselves():
+    """Not gathered: whole is what attention sees, and nothing else at sizes that torch leaves to oneDNN."""
+    vae = model("wan", torch.bfloat16, fast=True)
+    turnout.distribute(vae, Lockstep(2))
+    z = random(1, 4, 3, 4, 6, dtype=torch.bfloat16)
+    vae.decode(z)
+    before = dict(counts(vae))
+    vae.decode(z)
+    after = counts(vae)
+    assert after["first seen"] == before["first seen"]
+    assert after["part"] - before["part"] > 100
+    attentions = sum(type(module).__name__ == "WanAttentionBlock" for module in vae.decoder.modules())
+    assert after["whole"] - before["whole"] == attentions * z.shape[2]
+
+
+@torch.no_grad()
+def test_rows_that_a_cache_holds_are_not_sent_again(monkeypatch):
+    z = random(1, 4, 4, 3, 6, dtype=torch.bfloat16)
+
+    def messages_of_a_late_step():
+        vae, fake = model("wan", torch.bfloat16, fast=True), Fake(rank=1, ranks=3)
+        turnout.distribute(vae, fake, split="width", gather="none")
+        stream = DecodeStream(vae)
+        for _ in range(2):  # the first round is compared
+            stream.reset()
+            for part in z.split(1, 2):
+                fake.messages.clear()
+                stream.decode(part)
+        return len(fake.messages), sum(fake.messages)
+
+    count, sent = messages_of_a_late_step()
+    monkeypatch.setattr(Split, "keep_halo", lambda *args: None)
+    count_without, sent_without = messages_of_a_late_step()
+    assert count_without > 1.5 * count
+    assert sent_without > 1.5 * sent
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_batches_are_dealt_out_first(fast, dtype):
+    vae, z = model("wan", dtype, fast), random(5, 4, 2, 3, 4, dtype=dtype)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(3))
+    assert torch.equal(vae.decode(z).sample, alone)
+    distribution = type(vae)._turnout_distribution
+    if all(distribution.alike.values()):
+        assert not distribution.splits  # nothing was exchanged
+    assert torch.equal(vae.decode(z).sample, alone)
+
+
+@pytest.mark.parametrize("accelerated_first", [False, True])
+@torch.no_grad()
+def test_composes_with_accelerate_in_both_orders_and_restores(accelerated_first):
+    vae, z = model("wan", torch.bfloat16, fast=False), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    classes, stock = [type(module) for module in vae.modules()], vae.decode(z).sample
+    with turnout.accelerated(vae):
+        fast = vae.decode(z).sample
+    steps = [turnout.accelerate, lambda vae: turnout.distribute(vae, Lockstep(2))]
+    for step in steps if accelerated_first else reversed(steps):
+        step(vae)
+    assert torch.equal(vae.decode(z).sample, fast)
+    assert turnout.restore(vae) > 0
+    assert [type(module) for module in vae.modules()] == classes
+    assert torch.equal(vae.decode(z).sample, stock)
+    assert turnout.restore(vae) == 0
+
+
+@torch.no_grad()
+def test_numerics_and_pins_hold_on_every_rank():
+    vae, z = model("wan", torch.float32, fast=True), random(1, 4, 2, 4, 5)
+    with turnout.pin(causal_conv3d="reference"), turnout.numerics("exact"):
+        alone = vae.decode(z).sample
+        turnout.distribute(vae, Lockstep(2))
+        assert torch.equal(vae.decode(z).sample, alone)
+
+
+@torch.no_grad()
+def test_hooks_and_layers_put_there_later_see_their_parts():
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 6, dtype=torch.bfloat16)
+    block = vae.decoder.up_blocks[0].resnets[0]
+    block.conv1.register_forward_hook(lambda module, args, y: y * 0.5)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2))
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, alone)
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, conv):
+            super().__init__()
+            self.conv, self.beside = conv, copy.deepcopy(conv)
+
+        def forward(self, *args):
+            return self.conv(*args) + self.beside(*args)
+
+    resample = vae.decoder.up_blocks[0].upsamplers[0].resample
+    resample[1] = Doubled(resample[1])
+    split = vae.decode(z).sample
+    turnout.restore(vae)
+    turnout.accelerate(vae)
+    assert torch.equal(split, vae.decode(z).sample)
+
+
+@pytest.mark.parametrize("gather", ["all", "first", "none"])
+@torch.no_grad()
+def test_results_go_where_they_are_asked_for(gather):
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 5, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2), split="height", gather=gather)
+    found = vae.decode(z)
+    if gather == "none":
+        assert [part.sample.shape[3] for part in found] == [24, 16]
+        found = torch.cat([part.sample for part in found], 3)
+        assert torch.equal(found, alone)
+    else:
+        assert torch.equal(found.sample, alone)
+        assert torch.equal(vae.decode(z, return_dict=False)[0], alone)
+
+
+def test_gradients_are_those_of_one_process():
+    vae, z = model("wan", torch.float32, fast=True), random(1, 4, 2, 4, 4).requires_grad_()
+    vae.decode(z).sample.square().sum().backward()
+    expected, of_weight = z.grad, vae.decoder.conv_in.weight.grad.clone()
+    z.grad = None
+    vae.zero_grad()
+    turnout.distribute(vae, Lockstep(2))
+    with pytest.warns(TurnoutWarning, match="gradients are wanted"):
+        vae.decode(z).sample.square().sum().backward()
+    assert torch.equal(z.grad, expected)
+    assert torch.equal(vae.decoder.conv_in.weight.grad, of_weight)
+
+
+@torch.no_grad()
+def test_copies_are_not_distributed():
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 1, 2, 2, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2))
+    for other in (copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))):
+        assert not hasattr(type(other), "_turnout_distribution")
+        assert torch.equal(other.decode(z).sample, alone)
+
+
+def test_odd_pixels_and_too_many_ranks_are_refused():
+    vae = model("wan", torch.bfloat16, fast=False)
+    distribute(vae, Lockstep(4))
+    with torch.no_grad(), pytest.raises(ValueError, match="height 3 and width 2 for 4 ranks"):
+        vae.decode(random(1, 4, 1, 3, 2, dtype=torch.bfloat16))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"width 36 for 4 ranks; each needs .* in multiples of 8"):
+        vae.encode(random(1, 3, 1, 36, 36, dtype=torch.bfloat16))
+
+
+def test_unknown_models_meshes_and_tiling_are_refused():
+    with pytest.raises(ValueError, match="Linear is not known; one of: AutoencoderKL"):
+        distribute(torch.nn.Linear(2, 2), Lockstep(2))
+    vae = model("wan", torch.bfloat16, fast=False)
+    with pytest.raises(TypeError, match="a mesh of type int"):
+        distribute(vae, 4)
+    for wrong in ({"split": "depth"}, {"gather": "some"}):
+        with pytest.raises(ValueError, match="one of: "):
+            distribute(vae, Lockstep(2), **wrong)
+    vae.enable_tiling()
+    with pytest.raises(ValueError, match="disable_tiling"):
+        distribute(vae, Lockstep(2))
+    vae.disable_tiling()
+    distribute(vae, Lockstep(2))
+    vae.enable_tiling()
+    with torch.no_grad(), pytest.raises(ValueError, match="disable_tiling"):
+        vae.decode(random(1, 4, 1, 2, 2, dtype=torch.bfloat16))
+
+
+def test_graphs_are_refused():
+    vae = model("wan", torch.bfloat16, fast=False)
+    turnout.accelerate(vae, graph=True)
+    distribute(vae, Lockstep(2))
+    z = random(1, 4, 1, 2, 2, dtype=torch.bfloat16)
+    with torch.no_grad(), pytest.raises(ValueError, match="without graph=True"):
+        vae.decode(z)
+    turnout.accelerate(vae)
+    with torch.no_grad():
+        assert vae.decode(z).sample.shape == (1, 3, 1, 16, 16)
+
+
+@torch.no_grad()
+def test_exception_of_one_rank_ends_all_and_the_next_call_works():
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2, timeout=30))
+    calls = []
+
+    def raises_once(module, args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("of a hook")
+
+    handle = vae.decoder.mid_block.register_forward_pre_hook(raises_once)
+    with pytest.raises(OSError, match="of a hook"):
+        vae.decode(z)
+    handle.remove()
+    assert torch.equal(vae.decode(z).sample, alone)
