@@ -15,7 +15,8 @@ import collections
 import contextlib
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -96,6 +97,21 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
     return F.scaled_dot_product_attention(*args, **kwargs) if result is None else result
 
 
+Answer = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
+_answer: ContextVar[Answer | None] = ContextVar("turnout_attention", default=None)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Inside this block `attend` without a mask is `answer(function, q, k, v)`, where `function` is what it would be:
+    how a rank of a split model computes its own rows only."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention as adapters call it, q, k, v `[B, H, S, D]`: where torch would have stood, with the same
     freedoms.
@@ -108,6 +124,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     torch.bfloat16
     """
     if not torch.compiler.is_compiling():
+        answer = _answer.get()
+        if answer is not None and mask is None:
+            return answer(scaled_dot_product_attention, q, k, v)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.dim() < 2):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
