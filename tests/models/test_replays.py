@@ -781,6 +781,27 @@ def test_out_of_memory_costs_nothing_but_a_warning(moment, small, monkeypatch):
     assert replays.graphs == 0
 
 
+def test_graphs_go_where_another_call_has_no_memory(small):
+    room = [True]
+
+    def body(model, x, scale):
+        if scale > 1 and not room[0]:
+            room[0] = True
+            raise torch.OutOfMemoryError("planted")
+        return model.linear(x) * scale
+
+    model, replays, x = small(body)
+    for _ in range(3):
+        model(x)
+    room[0] = False
+    with pytest.warns(turnout.TurnoutWarning, match="graphs of this model were freed"):
+        torch.testing.assert_close(model(x, 2.0), model.linear(x) * 2)
+    assert replays.graphs == 0
+    room[0] = False
+    with pytest.raises(torch.OutOfMemoryError):  # nothing of ours is in the way
+        model(x, 3.0)
+
+
 def test_failure_of_the_model_is_the_callers(small):
     def body(model, x, scale):
         if model.steps:

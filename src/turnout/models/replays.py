@@ -315,7 +315,7 @@ _flags: list[Callable[[], Any]] = [
         "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
         "_get_math_sdp_allow_fp16_bf16_reduction", "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled",
         "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_fa3_sdp_enabled",
-        "_get_mkldnn_enabled", "_get_mkldnn_deterministic",
+        "_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_blas_preferred_backend",
     )
     if (getter := getattr(_c, name, None)) is not None
 ]  # fmt: skip
@@ -440,8 +440,21 @@ class Replays:
                     return self._capture(model, run, call, key)
         except Refused as refused:  # before anything was run
             self.eager[str(refused)] += 1
-            return run(*args, **kwargs)
+            return self._without_graphs(run, args, kwargs)
         return self._first(run, call, key)
+
+    def _without_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call as it would be without graphs. If memory runs out, which graphs hold some of, they go and it
+        is made again; not with a cache, which it may have written to."""
+        try:
+            return run(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self.graphs or any(map(_is_cache, (*args, *kwargs.values()))):
+                raise
+            with self._lock:
+                self._drop_graphs()
+            self._warn("turnout: out of memory in a call without a graph: the graphs of this model were freed")
+        return run(*args, **kwargs)
 
     def _device(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
         """Where a call runs; raises for calls of which nothing may be captured whatever their arguments."""
@@ -514,7 +527,7 @@ class Replays:
             return list(map(fallback.version_of, inputs))
 
         before = versions()
-        result = run(*call.args, **call.kwargs)
+        result = self._without_graphs(run, call.args, call.kwargs)
         with self._lock:
             self.eager["the first of its kind"] += 1
             try:

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from turnout import ops
+from turnout.launch.pretended import Pretended
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
 from turnout.routing import choose, settings
-from turnout.routing.device import Device
+from turnout.routing.device import Device, is_planning
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, autocasts, blocked, tracing_state
 from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
 
@@ -205,10 +206,10 @@ def _is_ours(call: _Call) -> bool:
 
 def _has_foreign_function_mode() -> bool:
     """Whether a mode is entered that may want to see the call. Not a default device: attention makes no
-    tensors."""
+    tensors. Nor what plans a call: it wants to see ours."""
     count = torch._C._len_torch_function_stack()  # pyright: ignore[reportAttributeAccessIssue]
     modes = (torch._C._get_function_stack_at(i) for i in range(count))  # pyright: ignore[reportAttributeAccessIssue]
-    return not all(isinstance(mode, DeviceContext) for mode in modes)
+    return not all(isinstance(mode, DeviceContext | Pretended) for mode in modes)
 
 
 def _flag(name: str, default: bool) -> Callable[[], bool]:
@@ -247,6 +248,8 @@ def _all_backends_allowed() -> bool:
 
 
 def _remember(key: tuple, choice: Any) -> Any:
+    if is_planning():
+        return choice
     _cache[key] = choice
     _keys.append(key)
     if len(_keys) > _MOST_REMEMBERED:

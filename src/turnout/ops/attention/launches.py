@@ -13,6 +13,7 @@ from turnout.launch import Launch, LaunchPlan, Workspace, runs_plan
 from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside, strides_like_queries
 from turnout.ops.integers import ceil_div, power_of_two
+from turnout.routing.device import is_planning
 
 LOG2E = math.log2(math.e)
 
@@ -72,6 +73,10 @@ def take_turns(jobs: Iterable[Callable[[], None]], device: torch.device) -> None
 
     The current stream waits for all of them, so what was allocated on it may be freed as usual, and a capture has everything.
     """
+    if is_planning():
+        for job in jobs:
+            job()
+        return
     current, beside = torch.cuda.current_stream(device), _beside.stream(device)
     beside.wait_stream(current)
     try:
