@@ -217,6 +217,8 @@ def test_keys_of_bench(tmp_path):
     assert {key for row in told for key in row} == keys - {"wrong"}
     [told] = printed("bench", "router")
     assert all(f"`{key}`" in section for row in told.values() for key in row)
+    [told] = printed("bench", "refit", "--device", "h200")
+    assert all(f"`{key}`" in section for constant in told for key in constant)
     [told] = printed("bench", "dot", "--missing", "--device", "4090")
     assert all(set(row) == {"op", "case"} for row in told)
 
