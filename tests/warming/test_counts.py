@@ -9,7 +9,7 @@ from turnout.warming.warmed import card_named
 pytest.importorskip("triton")
 pytest.importorskip("diffusers")
 
-# Model, a size and its kernels, another size and how many more it needs. docs/guides/first-call.md says why.
+# Model, a size and its kernels, another size and how many more it needs. docs/guides/warm.md says why.
 COUNTS = [
     ("wan-vae", "480x832x9", 36, "720x1280x9", 9),
     ("wan-vae", "480x832x9", 36, "480x832x13", 0),

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers
+from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers, worth
 from turnout.models.graphs import ENGINES
 from turnout.models.report import Entry, Report, weights_of
 from turnout.routing.op import TurnoutWarning
@@ -156,6 +156,7 @@ def _undo(model: Any) -> int:
     """Undo what `accelerate` did; a distributed model stays distributed."""
     instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
     bare.forget(instances)
+    worth.forget(instances)
     for instance in instances:
         replays.uninstall(instance)
     return sum(map(patch.undo, instances))

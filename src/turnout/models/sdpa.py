@@ -15,7 +15,8 @@ import collections
 import contextlib
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,9 @@ STOCK: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # pyri
 _WORTH_READING = 1e-3
 
 _MOST_REMEMBERED = 1024
+
+# How many calls were not torch's by their shapes and dtypes alone, of all threads.
+undecided = [0]
 _op_call = ATTENTION.call
 
 
@@ -86,8 +90,26 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         # Arguments that cannot be looked at: nested or sparse tensors, none at all. torch knows what to say.
         raise_if_interrupted(failure, functools.partial(_look_up, *args, **kwargs))
         call = None
-    result = None if call is None else _routed(call)
+    if call is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    undecided[0] += 1
+    result = _routed(call)
     return F.scaled_dot_product_attention(*args, **kwargs) if result is None else result
+
+
+Answer = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
+_answer: ContextVar[Answer | None] = ContextVar("turnout_attention", default=None)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Inside this block `attend` without a mask is `answer(function, q, k, v)`, where `function` is what it would be:
+    how a rank of a split model computes its own rows only."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -102,6 +124,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     torch.bfloat16
     """
     if not torch.compiler.is_compiling():
+        answer = _answer.get()
+        if answer is not None and mask is None:
+            return answer(scaled_dot_product_attention, q, k, v)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.dim() < 2):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
