@@ -312,11 +312,11 @@ def fused_parts() -> str:
 
 def cards() -> str:
     """The cards whose peaks are known, and how many rows are shipped for each."""
-    from turnout.routing.device import KNOWN
+    from turnout.routing.device import known_cards
     from turnout.routing.store import load_shipped
 
     body = []
-    for device in KNOWN:
+    for device in known_cards():
         shipped = len(load_shipped(device.slug).rows)
         stands_in = f"those of {device.sibling}" if device.sibling and not shipped else ""
         body.append([device.name, f"`{device.slug}`", str(shipped) if shipped else stands_in or "none"])

@@ -1,4 +1,4 @@
-"""The first useful result: one call, the track it takes and why, and what that is worth on this machine."""
+"""The first useful result: one call, the route it takes and why, and what that is worth on this machine."""
 
 import statistics
 import time

@@ -35,6 +35,7 @@ from turnout.parallel import distribute
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
+from turnout.warming.warmed import warm
 
 __all__ = [
     "Refused",
@@ -70,4 +71,5 @@ __all__ = [
     "spatial_norm_silu",
     "tune",
     "upsample_conv2d",
+    "warm",
 ]

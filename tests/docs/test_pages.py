@@ -1,6 +1,7 @@
 """The documentation is true: its examples run, its commands exist, its generated parts are as they would be."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 import turnout
 from benchmarks import docs_pages
-from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of
+from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of, titled
 from turnout.cli import app
 
 WITH_CODE = [page for page in PAGES if any(block.language == "python" and not block.title for block in blocks(page))]
@@ -28,7 +29,7 @@ def run_examples(page, tmp_path, *, gpu):
     AutoencoderKLWan(base_dim=4, num_res_blocks=1).save_pretrained(folder)
     names = {"__name__": "__main__", "folder": folder}
     for block in blocks(page):
-        if block.language == "python" and not block.title and block.needs_gpu == gpu:
+        if block.language == "python" and not block.title and block.needs_gpu <= gpu:
             text = block.text if gpu else block.text.replace('"cuda"', '"cpu"')
             text = text.replace("50_000_000", "5_000_000")
             exec(compile("\n" * (block.line - 1) + text, str(page), "exec"), names)
@@ -49,6 +50,16 @@ def test_examples_run(page, tmp_path):
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_examples_for_a_gpu_run(page, tmp_path):
     run_examples(page, tmp_path, gpu=True)
+
+
+def test_the_script_for_several_gpus_runs_on_two_ranks(tmp_path):
+    script = tmp_path / "decode_on_all.py"
+    script.write_text(titled(DOCS / "guides" / "several-gpus.md", script.name))
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "[1, 3, 5, 32, 64]" in done.stdout
 
 
 # ---- commands
@@ -206,6 +217,8 @@ def test_keys_of_bench(tmp_path):
     assert {key for row in told for key in row} == keys - {"wrong"}
     [told] = printed("bench", "router")
     assert all(f"`{key}`" in section for row in told.values() for key in row)
+    [told] = printed("bench", "refit", "--device", "h200")
+    assert all(f"`{key}`" in section for constant in told for key in constant)
     [told] = printed("bench", "dot", "--missing", "--device", "4090")
     assert all(set(row) == {"op", "case"} for row in told)
 
@@ -241,6 +254,16 @@ def test_keys_of_race():
     [models] = printed("race", "--list")
     assert all(set(model) == listed for model in models)
     assert listed <= keys
+
+
+def test_keys_of_warm():
+    section, keys = documented_keys("turnout warm")
+    run = CliRunner().invoke(app, ["warm", "wan-vae", "--size", "tiny", "--device", "h200", "--check", "--json"])
+    told = json.loads(run.stdout)
+    assert run.exit_code == (0 if told["ready"] else 1), run.output
+    assert set(told) == keys
+    assert told["kernels"]
+    assert all(f"`{key}`" in section for kernel in told["kernels"] for key in kernel)
 
 
 def test_no_command_has_json_that_is_not_documented():

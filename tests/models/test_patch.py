@@ -166,3 +166,23 @@ def test_accelerated_restores_after_an_error():
     with pytest.raises(RuntimeError), turnout.accelerated(model):
         model(torch.ones(1, 2, 2, 2))
     assert type(model) is nn.Conv2d
+
+
+class OwnConv(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return 2 * super()._conv_forward(input, weight, bias)
+
+
+class OwnNorm(nn.GroupNorm):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("layer", [lambda: OwnConv(4, 4, 1), lambda: OwnNorm(2, 4)])
+@torch.no_grad()
+def test_code_of_a_class_derived_from_torchs_is_kept(layer):
+    layer, x = layer(), torch.randn(1, 4, 5, 5)
+    expected = layer(x)
+    report = turnout.accelerate(nn.Sequential(layer))
+    assert "of its own, this adapter needs that of" in report.details()
+    assert torch.equal(layer(x), expected)

@@ -18,6 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import turnout
+from tests.models.played import Recorded, play_graphs
 from turnout import cli
 from turnout.bench.sweep import commit
 from turnout.bench.writable import check_file
@@ -28,7 +29,7 @@ from turnout.race import many, page, perfetto, pictures
 from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of, launched_in, traced, without_profiler_lines
 from turnout.race.looks import LOOKS
 from turnout.race.models import RACERS
-from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, _Contestant, compare, race
+from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Lane, Race, _Contestant, compare, race
 
 CPU = torch.device("cpu")
 
@@ -164,6 +165,22 @@ def test_a_model_that_cannot_be_compiled_still_races():
     assert row["compiled"] == "decoder"
     assert "no compiler today" in page.page(found)
     torch.compiler.reset()
+
+
+def test_graphs_of_the_accelerated_model_race_too(monkeypatch):
+    count = play_graphs(monkeypatch, Recorded)
+    found = race("flux", "tiny", torch.float32, CPU, rounds=3, seconds=9, graph=True, profiled=())
+    lane = found.row()["lanes"][GRAPH]
+    assert lane["max_error"] < 1e-4
+    assert len(lane["samples"]) == 3
+    assert count.replays == 3, "every sample is a replay"
+    assert "graph" in page.page(found)
+
+
+def test_lane_without_a_replay_says_why():
+    found = race("flux", "tiny", torch.float32, CPU, rounds=2, seconds=0, graph=True, profiled=())
+    assert "3 not captured: cpu: CUDA graphs need a CUDA device" in found.row()["lanes"][GRAPH]["failed"]
+    assert found.row()["speedup"] > 0
 
 
 def test_an_output_with_nan_has_no_speed(monkeypatch, tmp_path):

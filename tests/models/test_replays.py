@@ -781,6 +781,27 @@ def test_out_of_memory_costs_nothing_but_a_warning(moment, small, monkeypatch):
     assert replays.graphs == 0
 
 
+def test_graphs_go_where_another_call_has_no_memory(small):
+    room = [True]
+
+    def body(model, x, scale):
+        if scale > 1 and not room[0]:
+            room[0] = True
+            raise torch.OutOfMemoryError("planted")
+        return model.linear(x) * scale
+
+    model, replays, x = small(body)
+    for _ in range(3):
+        model(x)
+    room[0] = False
+    with pytest.warns(turnout.TurnoutWarning, match="graphs of this model were freed"):
+        torch.testing.assert_close(model(x, 2.0), model.linear(x) * 2)
+    assert replays.graphs == 0
+    room[0] = False
+    with pytest.raises(torch.OutOfMemoryError):  # nothing of ours is in the way
+        model(x, 3.0)
+
+
 def test_failure_of_the_model_is_the_callers(small):
     def body(model, x, scale):
         if model.steps:
@@ -831,6 +852,15 @@ def test_graphs_are_bounded_and_the_least_recently_used_goes(small):
     assert replays.replayed == before + 1, "what was used between is still there"
     assert torch.equal(model(x, 1), x)
     assert replays.replayed == before + 1
+
+
+def test_numbers_that_are_others_in_every_call_cost_few_captures(small):
+    model, replays, x = small(lambda model, x, scale: x * scale)
+    for _ in range(4):
+        for scale in range(50):  # a timestep that is no tensor
+            assert torch.equal(model(x, scale), x * scale)
+    assert replays.captured == 2 * replays_module.MOST_GRAPHS
+    assert any("is a number, or a tensor on the host, another one" in line for line in replays.lines())
 
 
 def test_restore_frees_graphs_and_gives_the_class_back(graphed):

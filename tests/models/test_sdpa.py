@@ -506,6 +506,21 @@ def test_names_that_were_not_replaced_are_looked_up_in_the_module(monkeypatch):
         rebound.function(x)
 
 
+def imports_its_neighbour(x):
+    """As diffusers' processors do in their calls."""
+    from .zoo import random as neighbour
+
+    return neighbour(1) * F.scaled_dot_product_attention(x, x, x)
+
+
+@torch.no_grad()
+def test_relative_import_in_a_function_with_other_globals():
+    rebound = rebinding.Rebinder(routed._instead).rebind(imports_its_neighbour)
+    assert rebound is not None
+    x = random(1, 2, 17, 8)
+    close(rebound.function(x), imports_its_neighbour(x))
+
+
 FACTOR = 1.0
 
 

@@ -227,11 +227,30 @@ def bound_forward(model, seen):
     block.forward = types.MethodType(forward, block)
 
 
+def seamless(model, seen):
+    """Pictures without seams, as their users make them: convolutions that pad in a circle."""
+    for _, layer in layers(model):
+        if isinstance(layer, nn.Conv2d | nn.Conv3d):
+            layer.padding_mode = "circular"
+
+
+def own_conv_forward(model, seen):
+    """The other way to make them: a method in the place of `_conv_forward`."""
+    for path, layer in layers(model):
+        if isinstance(layer, nn.Conv2d | nn.Conv3d):
+
+            def conv_forward(self, x, weight, bias, path=path):
+                seen.append(path)
+                return 1.1 * type(self)._conv_forward(self, x, weight, bias)
+
+            layer._conv_forward = types.MethodType(conv_forward, layer)
+
+
 THINGS = {
     thing.__name__: thing
     for thing in (
         hooks_on_leaves, hooks_everywhere, pre_hooks, one_hook, global_hooks, replaced_forwards, offloaded, offloaded_in_blocks,
         offloaded_in_leaves, cast_layerwise, lora, lora_merged, lora_deleted, weight_norms, old_weight_norms, pruned, replaced_layers,
-        tensor_subclasses, gathered, dropouts_in_training, copied, bound_forward,
+        tensor_subclasses, gathered, dropouts_in_training, copied, bound_forward, seamless, own_conv_forward,
     )
 }  # fmt: skip

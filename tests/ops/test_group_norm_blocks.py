@@ -142,9 +142,10 @@ def test_with_a_border(layout, dtype, mode):
 
 
 @halves
-def test_scale_and_shift_of_blocks_in_parts(dtype):
+@layouts
+def test_scale_and_shift_of_blocks_in_parts(layout, dtype):
     """A part of x with the part of scale and shift that is its own has the bits of the whole."""
-    x = last(torch.randn(1, 12, 5, 16, 72).to(dtype))
+    x = LAYOUTS[layout](torch.randn(1, 12, 5, 16, 72).to(dtype))
     scale, shift = (torch.randn(1, 12, 3, 8, 9).to(dtype) for _ in range(2))
     weight, bias = torch.randn(12).to(dtype), torch.randn(12).to(dtype)
     args = (x, 4, weight, bias, last(scale), shift, 1e-6, True, True)

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 import turnout
 from turnout.models import DecodeStream, Report
+from turnout.parallel import Lockstep
 
 
 def convolutions(x: Tensor, weight: Tensor, clip: Tensor, weight3d: Tensor) -> list[Tensor]:
@@ -87,6 +88,19 @@ def patched(model: nn.Module, x: Tensor) -> Report:
     print(report, report.details())
     count: int = turnout.restore(model)
     print(count, turnout.TurnoutWarning.__name__, DecodeStream.__name__)
+    return report
+
+
+def ahead(model: nn.Module, x: Tensor) -> bool:
+    """Whether a call on another card would compile nothing."""
+    warmed = turnout.warm(model, x, device="h200", check=True)
+    return warmed.ready and not warmed.named("missing")
+
+
+def on_ranks(vae: nn.Module) -> Report:
+    """A video VAE that is split over two ranks."""
+    report = turnout.distribute(vae, Lockstep(2), split="width", gather="all")
+    turnout.restore(vae)
     return report
 
 

@@ -146,3 +146,14 @@ def test_a_constant_that_was_not_fitted_is_named():
 def test_cards_share_the_constants_of_the_card_they_were_fitted_on():
     assert Device.named("a100").fitted("dot.two-stage").share == Device.named("h200").fitted("dot.two-stage").share
     assert Device(name="a new card", type="cuda").fitted("dot.two-stage").host > 0
+
+
+def test_what_is_tried_on_this_machine_is_seen_by_no_mode_of_a_caller():
+    class Rewriting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise AssertionError(f"{function} was seen")
+
+    expected = machine.loop_adds_carefully()
+    machine.loop_adds_carefully.cache_clear()
+    with Rewriting():
+        assert machine.loop_adds_carefully() is expected

@@ -185,7 +185,7 @@ def test_recording_ends_with_its_block():
 
     with recorded(H200):
         assert Device.of("cpu") is H200
-    assert launcher.recording is None
+    assert launcher.recording.get() is None
     assert Device.of("cpu").type == "cpu"
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from turnout._version import __version__
-from turnout.cli import bench, doctor, explain, race, tune
+from turnout.cli import bench, doctor, explain, race, tune, warm
 from turnout.cli.common import Commands, console
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command(context_settings=explain.TAKES_ANY_OPTION)(explain.explain)
 app.command()(bench.bench)
 app.command()(tune.tune)
 app.command()(race.race)
+app.command()(warm.warm)
 
 
 def _version(wanted: bool) -> None:

@@ -12,7 +12,13 @@ from turnout.cli.common import DeviceHere, Json, console, errors, print_json
 
 
 def bench(
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops, or [bold]router[/bold]: what routing costs; default: every op.")] = None,
+    ops: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Ops; or [bold]router[/bold]: what routing costs; or [bold]refit[/bold]: the constants of cost models "
+            "beside the rows of a device; default: every op."
+        ),
+    ] = None,
     device: DeviceHere = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")] = False,
@@ -22,6 +28,8 @@ def bench(
     tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
     export: Annotated[Path | None, typer.Option(help="With --tune: also write what was measured into this table to ship.")] = None,
     peers: Annotated[bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")] = True,
+    results: Annotated[Path, typer.Option(help="With refit: the folder with the rows.")] = Path("benchmarks/results"),
+    write: Annotated[bool, typer.Option("--write", help="With refit: put the new constants into the file of the device.")] = False,
     json: Json = False,
 ) -> None:
     """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
@@ -40,6 +48,10 @@ def bench(
         raise ValueError("--export writes what --tune measures; give both")
     if ops == ["router"]:
         return _show_router(measure_router(), json)
+    if ops == ["refit"]:
+        return _refit(device, results, write, json)
+    if write:
+        raise ValueError("--write goes with refit: turnout bench refit --write")
     chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
     if missing and device is not None and (absent := _absent(device)) is not None:
         return _show_missing(chosen, absent, only, json)
@@ -132,4 +144,27 @@ def _show_router(calls: dict[str, dict[str, float]], json: bool) -> None:
     table = report.table("call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call")
     for name, row in calls.items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
+    return console.print(table)
+
+
+def _refit(name: str | None, results: Path, write: bool, json: bool) -> None:
+    """Show the constants of cost models, as they are and as they would fit best, and write them where asked to."""
+    from turnout.bench import refit, report
+    from turnout.routing.device import Device
+
+    if name is None:
+        raise ValueError("refit needs --device: the device whose rows and constants are meant, such as h200")
+    device = Device.named(name)
+    rows = refit.load_rows(results, device)
+    with errors.status(f"{device.name}: fitting constants"):
+        fits = refit.refit(device, refit.samples_of(rows))
+    if write:
+        errors.print(f"written to {refit.write(device, fits)}; what is chosen by models may be another route now")
+    if json:
+        return print_json([fit._asdict() for fit in fits])
+    columns = ("section", "constant", "old", "new", "times off, old", "new", "times")
+    table = report.table(*columns, title=f"constants of cost models, {device.name}")
+    for fit in fits:
+        off = (f"{fit.off_before:.2f}", f"{fit.off_after:.2f}", str(fit.samples))
+        table.add_row(fit.section, fit.name, f"{fit.old:g}", f"{fit.new:g}", *off)
     return console.print(table)

@@ -20,6 +20,7 @@ def race(
     weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
     numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="The accelerated model with CUDA graphs of its calls races too.")] = False,
     rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
     seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
     budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
@@ -71,7 +72,7 @@ def race(
             check_file(option, path)
     if out is not None:
         check_folder("--out", out)
-    plan = many.Plan(entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing)
+    plan = many.Plan(entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing, graph)
     failed = 0
     with errors.status(Text(entries[0].title)) as status:
         for i, outcome in enumerate(plan.run(_progress(status, steps=errors.is_terminal))):

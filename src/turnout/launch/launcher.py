@@ -9,6 +9,7 @@ that differ in nothing but addresses.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from turnout.routing.prepared import current
 
 BACKEND = "cuda" if torch.version.hip is None else "hip"  # Triton's name of what torch calls CUDA devices
 hooks: list[Any] = []  # Triton's launch hooks, once it was needed
-recording: list[Launch] | None = None  # where launches go instead of to a card: see `launch.recording`
+# Where this thread's launches go instead of to a card: see `launch.recording`.
+recording: ContextVar[list[Launch] | None] = ContextVar("turnout_recording", default=None)
 
 
 class Launch(NamedTuple):
@@ -79,12 +81,13 @@ def start(request: Launch) -> DirectLauncher | None:
 
 def card_of(tensor: Tensor) -> torch.device | None:
     """The NVIDIA or AMD card that a tensor is on, or None: launches are then recorded, interpreted or left to Triton."""
-    return tensor.device if tensor.device.type == "cuda" else None
+    return tensor.device if tensor.device.type == "cuda" and recording.get() is None else None
 
 
 def _start_elsewhere(request: Launch) -> None:
-    if recording is not None:
-        recording.append(request)
+    launches = recording.get()
+    if launches is not None:
+        launches.append(request)
         return
     kernel, programs, tensors, numbers, constants, warps, options = request
     with operands.compiling(options) as known:

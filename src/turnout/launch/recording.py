@@ -12,7 +12,7 @@ from turnout.routing.device import Device, assumed
 
 @contextlib.contextmanager
 def recorded(device: Device) -> Iterator[list[Launch]]:
-    """While this is entered, launches on tensors that are not on a GPU are listed instead of launched.
+    """While this is entered, the launches of this thread are listed instead of launched.
 
     Routes plan as if all tensors were on `device`. Tensors on the meta device will do; outputs stay unwritten.
 
@@ -24,9 +24,10 @@ def recorded(device: Device) -> Iterator[list[Launch]]:
     >>> [(launch.kernel.__name__, launch.programs) for launch in launches]
     [('dot_chunks', 1056)]
     """
-    before, launcher.recording = launcher.recording, []
+    launches: list[Launch] = []
+    token = launcher.recording.set(launches)
     try:
         with assumed(device):
-            yield launcher.recording
+            yield launches
     finally:
-        launcher.recording = before
+        launcher.recording.reset(token)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers
+from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers, worth
 from turnout.models.graphs import ENGINES
 from turnout.models.report import Entry, Report, weights_of
 from turnout.routing.op import TurnoutWarning
@@ -31,7 +31,7 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) 
     those of the stock model: such a part runs the stock code.
     `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call.
     graph: on a CUDA device, calls of a known model that come again are captured in a CUDA graph and replayed,
-    from the third on, until something changes that a graph would not see (docs/cuda-graphs.md). It costs the
+    from the third on, until something changes that a graph would not see (docs/guides/cuda-graphs.md). It costs the
     memory that a call works in, for as long as the graph is kept; `restore` frees it.
     Returns a report; warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
 
@@ -156,6 +156,7 @@ def _undo(model: Any) -> int:
     """Undo what `accelerate` did; a distributed model stays distributed."""
     instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
     bare.forget(instances)
+    worth.forget(instances)
     for instance in instances:
         replays.uninstall(instance)
     return sum(map(patch.undo, instances))

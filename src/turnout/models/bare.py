@@ -4,7 +4,8 @@ Only where that cannot be noticed. A module is *bare* if
 
 - its class is one that the adapter knows, not one that was put in its place (LoRA, quantised layers) or made of it (parametrisations,
   FSDP),
-- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading, casting and caches work by these),
+- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading, casting and caches work by these) or
+  other method of its own; a convolution pads as its adapter knows (seamless pictures are made by `padding_mode = "circular"`),
 - its weights are plain tensors, on the device and in the dtype of the call.
 
 What follows from a module's state is remembered, and looked up again only when that state has changed. To see whether it has takes 2 to 5
@@ -14,6 +15,7 @@ us of a host's time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import itertools
 import operator
 import weakref
@@ -31,6 +33,8 @@ _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_padding_mode = operator.attrgetter("padding_mode")
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -40,11 +44,13 @@ class Inside(NamedTuple):
     reads: classes of those whose weights it reads, or whose call it leaves out; torch's as they are, others by name.
     calls: paths of those that it calls as the stock method does, `*` for any part of a path. Whatever is inside them is their own business.
     any_dtype: the ops take weights of another dtype than that of x, as the stock modules do.
+    padding_modes: of convolutions, that it knows.
     """
 
     reads: tuple[type | str, ...] = ()
     calls: tuple[str, ...] = ()
     any_dtype: bool = False
+    padding_modes: tuple[str, ...] = ("zeros",)
 
 
 def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
@@ -77,7 +83,10 @@ class _Watch:
         self.held = list(_everything(map(dict.values, self.dicts)))
         parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
         known = all(_known(m, inside.reads) for m in self.modules) and all(type(x) in _PLAIN for x in parameters)
-        self.bare = known and not any("forward" in held for held in self.attributes)
+        self.convolutions = [m for m in self.modules if isinstance(m, _CONVOLUTIONS)]
+        self.padding_modes = list(map(_padding_mode, self.convolutions))
+        pads = set(self.padding_modes) <= set(inside.padding_modes)
+        self.bare = known and pads and not any(map(_shadowed, self.modules))
         self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
         self.any_dtype = inside.any_dtype
 
@@ -86,6 +95,7 @@ class _Watch:
         return (
             list(map(len, self.attributes)) != self.lengths
             or list(map(type, self.modules)) != self.classes
+            or list(map(_padding_mode, self.convolutions)) != self.padding_modes
             or len(held) != len(self.held)
             or not all(map(operator.is_, held, self.held))
         )
@@ -139,6 +149,11 @@ def bare_layer(layer: Any, cls: type, x: Tensor) -> bool:
         return False
     weight = layer.weight
     return type(weight) in _PLAIN and weight.dtype is x.dtype and weight.device == x.device
+
+
+def _shadowed(module: nn.Module) -> bool:
+    """Whether somebody has put a function of their own in the place of a method."""
+    return any(inspect.isfunction(getattr(type(module), name, None)) for name in vars(module))
 
 
 def _hooks(module: nn.Module) -> list[dict]:

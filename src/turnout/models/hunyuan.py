@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ from turnout.models.bare import Inside
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.video import Border, bordered, repeat_frames
+from turnout.routing.settings import splitting
 
 _CONV = "HunyuanVideoCausalConv3d"
 
@@ -90,6 +92,7 @@ class Upsample(Adapter):
 class MidBlock(Adapter):
     """attention frame by frame over the frames before, without a mask"""
 
+    splits = True
     inside = Inside(
         reads=("Attention", nn.GroupNorm), calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out")))
     )
@@ -105,7 +108,11 @@ class MidBlock(Adapter):
             return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
         x = self.resnets[0](hidden_states)
         for attn, resnet in zip(self.attentions, self.resnets[1:], strict=True):
-            x = resnet(x if attn is None else _attended(attn, x))
+            if attn is not None:
+                split = splitting()
+                attended = functools.partial(_attended, attn)
+                x = attended(x) if split is None else split.attention(attended, x)
+            x = resnet(x)
         return x
 
 

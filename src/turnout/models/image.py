@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turnout import ops
-from turnout.models.bare import Inside
+from turnout.models.bare import Inside, is_bare
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.routed import RoutedProcessor
 from turnout.models.sdpa import attend
@@ -116,23 +116,27 @@ class Encoder(Coder):
 class AttentionProcessor(RoutedProcessor):
     """attention of the middle block without layout flips"""
 
-    inside = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
+    # Not `inside`: only images need the norm, and a U-Net calls this 140 times with tokens.
+    reads = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
 
     def __call__(
         self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
         temb: Tensor | None = None, *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        x, norm = hidden_states, attn.group_norm
-        known = x.dim() == 4 and attn.spatial_norm is None and attn.norm_q is None and attn.norm_k is None
+        x = hidden_states
         if (
-            norm is None
-            or not known
+            x.dim() != 4
             or encoder_hidden_states is not None
             or attention_mask is not None
+            or attn.group_norm is None
+            or attn.spatial_norm is not None
+            or attn.norm_q is not None
+            or attn.norm_k is not None
             or attn.rescale_output_factor != 1.0
+            or not is_bare(attn, self.reads, x.dtype, x.device)
         ):
             return self._routed_stock(attn, x, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
-        tokens = norm_silu(norm, x, silu=False).flatten(2).transpose(1, 2)  # [B, H*W, C]
+        tokens = norm_silu(attn.group_norm, x, silu=False).flatten(2).transpose(1, 2)  # [B, H*W, C]
         heads = (attn.heads, -1)
         q, k, v = (project(tokens).unflatten(2, heads).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
         found = attn.to_out[1](attn.to_out[0](attend(q, k, v).transpose(1, 2).flatten(2)))

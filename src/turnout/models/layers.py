@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.patch import Adapter
 from turnout.models.routed import Routed, RoutedProcessor, needs_a_way
+from turnout.models.worth import is_torch, learn
+from turnout.ops.conv2d import CONV2D
+from turnout.ops.conv3d import CONV3D
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU
+
+is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Conv2d(Adapter):
@@ -19,10 +27,19 @@ class Conv2d(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
+        yield from _own_code(instance, nn.Conv2d, "_conv_forward")
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.padding_mode != "zeros":  # it may have been set since
+            return super()._conv_forward(input, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+        args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if is_compiling():
+            return ops.conv2d(*args)
+        stock = is_torch(self, CONV2D, input)
+        if stock is None:
+            stock = learn(self, ops.conv2d, *args)
+        return F.conv2d(*args) if stock else ops.conv2d(*args)
 
 
 class Conv3d(Adapter):
@@ -32,10 +49,19 @@ class Conv3d(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
+        yield from _own_code(instance, nn.Conv3d, "_conv_forward")
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return ops.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.padding_mode != "zeros":  # it may have been set since
+            return super()._conv_forward(input, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+        args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if is_compiling():
+            return ops.conv3d(*args)
+        stock = is_torch(self, CONV3D, input)
+        if stock is None:
+            stock = learn(self, ops.conv3d, *args)
+        return F.conv3d(*args) if stock else ops.conv3d(*args)
 
 
 class GroupNorm(Adapter):
@@ -43,13 +69,21 @@ class GroupNorm(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
+        yield from _own_code(instance, nn.GroupNorm, "forward")
         if not instance.affine:
             yield "no weight, this adapter needs one"
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if self.weight.dtype is not input.dtype:  # torch takes some of these, and says why it does not take others
+        weight, bias = self.weight, self.bias
+        if weight.dtype is not input.dtype:  # torch takes some of these, and says why it does not take others
             return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
-        return ops.group_norm_silu(input, self.num_groups, self.weight, self.bias, eps=self.eps, silu=False)
+        args = (input, self.num_groups, weight, bias)
+        if is_compiling():
+            return ops.group_norm_silu(*args, eps=self.eps, silu=False)
+        stock = is_torch(self, GROUP_NORM_SILU, input)
+        if stock is None:
+            stock = learn(self, ops.group_norm_silu, *args, eps=self.eps, silu=False)
+        return F.group_norm(*args, self.eps) if stock else ops.group_norm_silu(*args, eps=self.eps, silu=False)
 
 
 class Attention(Routed):
@@ -94,6 +128,12 @@ def _attends_by_itself(module: nn.Module) -> bool:
     """By its name, and because neither a processor nor a module inside does it."""
     inside = any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module)
     return "Attention" in type(module).__name__ and not inside and not hasattr(module, "processor")
+
+
+def _own_code(instance: Any, layer: type, name: str) -> Iterable[str]:
+    """Of classes derived from torch's: what they compute is theirs."""
+    if getattr(type(instance), name) is not getattr(layer, name):
+        yield f"a {name} of its own, this adapter needs that of {layer.__qualname__}"
 
 
 def _padding(conv: Any) -> Iterable[str]:

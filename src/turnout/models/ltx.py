@@ -15,6 +15,7 @@ from turnout.models.patch import Adapter, needs_silu
 from turnout.models.video import Border, bordered, channels_last
 
 _CONVS, _NORMS = ("LTXVideoCausalConv3d", "LTX2VideoCausalConv3d"), ("RMSNorm", "PerChannelRMSNorm")
+_PADDING_MODES = ("zeros", "replicate", "reflect")
 
 
 def _norm(norm: Any, x: Tensor, out: Tensor | None, *, scale: Tensor | None = None, shift: Tensor | None = None) -> Tensor:
@@ -44,7 +45,7 @@ def _convolved(module: Any, x: Tensor, causal: bool | None, *, norm: Any = None,
 class CausalConv(Adapter):
     """frames repeated in the buffer that is convolved"""
 
-    inside = Inside(reads=(nn.Conv3d,))
+    inside = Inside(reads=(nn.Conv3d,), padding_modes=_PADDING_MODES)
 
     def forward(self: Any, hidden_states: Tensor, causal: bool | None = None) -> Tensor:
         return _convolved(self, hidden_states, causal)
@@ -53,7 +54,10 @@ class CausalConv(Adapter):
 class ResnetBlock(Adapter):
     """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
 
-    inside = Inside(reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU, nn.Dropout), calls=("norm3", "conv_shortcut"))
+    inside = Inside(
+        reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU, nn.Dropout), calls=("norm3", "conv_shortcut"),
+        padding_modes=_PADDING_MODES,
+    )  # fmt: skip
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -99,7 +103,10 @@ class Decoder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
-    inside = Inside(reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU), calls=("mid_block", "up_blocks", "time_embedder"))
+    inside = Inside(
+        reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU), calls=("mid_block", "up_blocks", "time_embedder"),
+        padding_modes=_PADDING_MODES,
+    )  # fmt: skip
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

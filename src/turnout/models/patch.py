@@ -45,10 +45,12 @@ class Adapter:
     `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every bit of the stock output as
     long as the ops it calls do; `channels_last` that all convolutions inside see their input so, and are to have their weights so too.
     `inside` says which modules inside the adapter calls and which it reads past (None: it has nothing to do with modules inside). Its
-    methods run only while the latter are bare, else those of the stock class do.
+    methods run only while the latter are bare, else those of the stock class do. `splits`: in a distributed model,
+    where it sees a part of each frame, it gathers what it needs by itself.
     """
 
     exact = False
+    splits = False
     channels_last = False
     inside: Inside | None = None
 

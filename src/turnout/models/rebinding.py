@@ -258,7 +258,9 @@ def _live(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str])
     known = {name: every[name] for name in names if name not in scope and name in every}
     # Not a function of ours: `__missing__` is then found and called without a step in Python.
     view = type("_Globals", (dict,), {"__missing__": scope.__getitem__})
-    return view({"__builtins__": every, **known, **found})
+    # A relative import in the function looks for these, past `__missing__`.
+    own = {name: scope[name] for name in ("__name__", "__package__", "__spec__", "__path__") if name in scope}
+    return view({"__builtins__": every, **own, **known, **found})
 
 
 def _frozen(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from turnout.models import sdpa
+from turnout.models import sdpa, worth
 from turnout.models.patch import Adapter
 from turnout.models.rebinding import Rebinder, Rebound, is_library, names_in
+from turnout.ops.attention import ATTENTION
 
 
 def _instead(name: str, value: Any) -> Any:
@@ -107,8 +108,8 @@ class Routed(Adapter):
     `self._routed_stock(...)`.
 
     It is the stock code with other globals, made when the class of the patched instances is made
-    (`rebinding`). While a graph is traced, and where the stock code does not reach that function by name, it
-    is the stock code itself.
+    (`rebinding`). While a graph is traced, where the stock code does not reach that function by name, and for
+    calls whose attention is known to be torch's (`worth`), it is the stock code itself.
     """
 
     _turnout_entry = "forward"
@@ -123,10 +124,17 @@ class Routed(Adapter):
         rebound = self._turnout_rebound
         if torch.compiler.is_compiling():
             return rebound.stock(self, *args, **kwargs)
+        kind = worth.kind_of_call(args, kwargs)
+        if worth.knows(self, ATTENTION, kind):
+            return rebound.stock(self, *args, **kwargs)
         if not rebound.is_current():
             _followed.cache_clear()
             rebound = _install(type(self))
-        return rebound.function(self, *args, **kwargs)
+        before = sdpa.undecided[0]
+        result = rebound.function(self, *args, **kwargs)
+        if sdpa.undecided[0] == before and rebound.is_current():
+            worth.remember(self, ATTENTION, kind)
+        return result
 
 
 class RoutedProcessor(Routed):

@@ -15,7 +15,8 @@ import collections
 import contextlib
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +25,10 @@ from torch import Tensor
 from torch.utils._device import DeviceContext
 
 from turnout import ops
+from turnout.launch.pretended import Pretended
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
 from turnout.routing import choose, settings
-from turnout.routing.device import Device
+from turnout.routing.device import Device, is_planning
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, autocasts, blocked, tracing_state
 from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
 
@@ -37,6 +39,9 @@ STOCK: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # pyri
 _WORTH_READING = 1e-3
 
 _MOST_REMEMBERED = 1024
+
+# How many calls were not torch's by their shapes and dtypes alone, of all threads.
+undecided = [0]
 _op_call = ATTENTION.call
 
 
@@ -85,8 +90,26 @@ def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         # Arguments that cannot be looked at: nested or sparse tensors, none at all. torch knows what to say.
         raise_if_interrupted(failure, functools.partial(_look_up, *args, **kwargs))
         call = None
-    result = None if call is None else _routed(call)
+    if call is None:
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    undecided[0] += 1
+    result = _routed(call)
     return F.scaled_dot_product_attention(*args, **kwargs) if result is None else result
+
+
+Answer = Callable[[Callable[..., Tensor], Tensor, Tensor, Tensor], Tensor]
+_answer: ContextVar[Answer | None] = ContextVar("turnout_attention", default=None)
+
+
+@contextlib.contextmanager
+def answering(answer: Answer) -> Iterator[None]:
+    """Inside this block `attend` without a mask is `answer(function, q, k, v)`, where `function` is what it would be:
+    how a rank of a split model computes its own rows only."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -101,6 +124,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     torch.bfloat16
     """
     if not torch.compiler.is_compiling():
+        answer = _answer.get()
+        if answer is not None and mask is None:
+            return answer(scaled_dot_product_attention, q, k, v)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if mask is not None and (mask.dtype not in (torch.bool, q.dtype) or mask.dim() < 2):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -205,10 +231,10 @@ def _is_ours(call: _Call) -> bool:
 
 def _has_foreign_function_mode() -> bool:
     """Whether a mode is entered that may want to see the call. Not a default device: attention makes no
-    tensors."""
+    tensors. Nor what plans a call: it wants to see ours."""
     count = torch._C._len_torch_function_stack()  # pyright: ignore[reportAttributeAccessIssue]
     modes = (torch._C._get_function_stack_at(i) for i in range(count))  # pyright: ignore[reportAttributeAccessIssue]
-    return not all(isinstance(mode, DeviceContext) for mode in modes)
+    return not all(isinstance(mode, DeviceContext | Pretended) for mode in modes)
 
 
 def _flag(name: str, default: bool) -> Callable[[], bool]:
@@ -247,6 +273,8 @@ def _all_backends_allowed() -> bool:
 
 
 def _remember(key: tuple, choice: Any) -> Any:
+    if is_planning():
+        return choice
     _cache[key] = choice
     _keys.append(key)
     if len(_keys) > _MOST_REMEMBERED:

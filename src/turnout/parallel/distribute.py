@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from turnout.models import patch
+from turnout.models.bare import is_bare
 from turnout.models.report import Entry, Report
 from turnout.models.snapshot import REPLAYS
+from turnout.ops.group_norm_silu.blocks import grain
 from turnout.parallel import agreement
-from turnout.parallel.exchange import AXES, Engine, Exchange
+from turnout.parallel.exchange import AXES, Engine, Exchange, parts_of
 from turnout.parallel.fake import Fake
 from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
@@ -26,10 +28,24 @@ SPLITS = ("auto", "height", "width", "batch")
 GATHERS = ("all", "first", "none")
 _AUTOENCODERS = "diffusers.models.autoencoders"
 
-# The VAEs that are known, and of each the modules that mix all pixels of a frame: every rank computes them whole.
-KNOWN: dict[str, tuple[str, ...]] = {
-    f"{_AUTOENCODERS}.autoencoder_kl_wan.AutoencoderKLWan": ("WanAttentionBlock",),
-    f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": ("QwenImageAttentionBlock",),
+
+class Known(NamedTuple):
+    """Modules of a VAE that mix all pixels of a frame. Every rank computes them whole, but for `attention`: of those
+    whose last step that mixes pixels is attention, a rank attends from its own pixels only."""
+
+    attention: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+
+KNOWN = {
+    f"{_AUTOENCODERS}.autoencoder_kl_wan.AutoencoderKLWan": Known(("WanAttentionBlock",)),
+    f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Known(("QwenImageAttentionBlock",)),
+    f"{_AUTOENCODERS}.autoencoder_kl.AutoencoderKL": Known(("Attention",)),
+    f"{_AUTOENCODERS}.autoencoder_kl_flux2.AutoencoderKLFlux2": Known(("Attention",)),
+    f"{_AUTOENCODERS}.autoencoder_kl_hunyuan_video.AutoencoderKLHunyuanVideo": Known(whole=("HunyuanVideoMidBlock3D",)),
+    f"{_AUTOENCODERS}.autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": Known(),
+    f"{_AUTOENCODERS}.autoencoder_kl_ltx.AutoencoderKLLTXVideo": Known(),
+    f"{_AUTOENCODERS}.autoencoder_kl_ltx2.AutoencoderKLLTX2Video": Known(),
 }
 
 
@@ -40,9 +56,11 @@ def distribute(
     """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit as
     on one rank.
 
-    vae: `AutoencoderKLWan` (2.1, 2.2) or `AutoencoderKLQwenImage`, stock or accelerated, on this rank's device;
-    `accelerate` may also come later. Every rank makes this call with the same weights, then calls `decode`,
-    `encode` or `DecodeStream.decode` with the same whole input.
+    vae: `AutoencoderKLWan` (2.1, 2.2), `AutoencoderKLQwenImage`, `AutoencoderKL` (SD, SDXL, Flux),
+    `AutoencoderKLFlux2`, `AutoencoderKLHunyuanVideo`, `AutoencoderKLCogVideoX`, `AutoencoderKLLTXVideo` or
+    `AutoencoderKLLTX2Video`, stock or accelerated, on this rank's device; `accelerate` may also come later.
+    Every rank makes this call with the same weights, then calls `decode`, `encode` or `DecodeStream.decode` with
+    the same whole input.
     mesh: a 1-D `torch.distributed.DeviceMesh`, or `turnout.parallel.Lockstep(ranks)`: ranks as threads on one
     device, or `turnout.parallel.Fake(rank, ranks)`: one rank's compute alone.
     split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part is
@@ -53,6 +71,10 @@ def distribute(
     Ranks compare versions, settings, measured tables, weights and shapes, and raise `RanksDiffer` where they
     are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
     autocast, are computed whole on every rank, with a warning. `restore` undoes it.
+
+    Group norms are computed of parts where the whole call takes sums of blocks: on a CPU for large pictures, on a GPU
+    inside `turnout.pin(group_norm_silu="block-sums", ...)`, which then holds for one rank and for many. Elsewhere
+    their inputs are gathered.
 
     >>> import torch, turnout
     >>> from diffusers import AutoencoderKLWan
@@ -69,16 +91,21 @@ def distribute(
         raise ValueError(f"distribute: split {split!r}; one of: {', '.join(SPLITS)}")
     if gather not in GATHERS:
         raise ValueError(f"distribute: gather {gather!r}; one of: {', '.join(GATHERS)}")
-    whole = _whole_modules(vae)
+    known = _known(vae)
     _refuse_tiling(vae)
+    _refuse_noise(vae)
     distribution = Distribution(vae, _engine(mesh, timeout), split, gather)
     _take_fronts(vae)
     distribution.meet()
     report = Report()
     for path, module in vae.named_modules():
-        if type(module).__name__ in whole:
+        name = type(module).__name__
+        if name in known.attention:
+            patch.put_front(module, _Attention, {})
+            report.entries.append(Entry(path, name, "attention of own pixels, the rest whole on every rank", fused=True))
+        elif name in known.whole:
             patch.put_front(module, _Whole, {})
-            report.entries.append(Entry(path, type(module).__name__, "whole on every rank", fused=True))
+            report.entries.append(Entry(path, name, "whole on every rank", fused=True))
     patch.put_front(vae, _Distributed, {"_turnout_distribution": distribution})
     name = type(vae).__name__
     report.entries.append(Entry("", name, f"decode and encode on {distribution.ranks} ranks", fused=True))
@@ -86,7 +113,7 @@ def distribute(
     return report
 
 
-def _whole_modules(vae: Any) -> tuple[str, ...]:
+def _known(vae: Any) -> Known:
     for cls in type(vae).__mro__:
         key = f"{cls.__module__}.{cls.__qualname__}"
         if key in KNOWN:
@@ -98,6 +125,14 @@ def _whole_modules(vae: Any) -> tuple[str, ...]:
 def _refuse_tiling(vae: Any) -> None:
     if getattr(vae, "use_tiling", False):
         raise ValueError(f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; call vae.disable_tiling()")
+
+
+def _refuse_noise(vae: nn.Module) -> None:
+    for path, module in vae.named_modules():
+        if getattr(module, "per_channel_scale1", None) is not None:
+            raise ValueError(
+                f"distribute: {path} adds noise, which ranks would draw for themselves; it needs a model with inject_noise=False"
+            )
 
 
 def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
@@ -117,13 +152,39 @@ def _take_fronts(vae: nn.Module) -> None:
         patch.take_front(module)
 
 
-class _Whole:
-    """Stands before modules that mix all pixels."""
+class _Attention:
+    """Stands before modules whose last step that mixes pixels is attention."""
 
     def __call__(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         run = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         split = settings.splitting()
-        return run(x, *args, **kwargs) if split is None else split.everywhere(run, x, *args, **kwargs)
+        return run(x, *args, **kwargs) if split is None else split.attention(run, x, *args, **kwargs)
+
+
+class _Whole:
+    """Stands before modules that mix all pixels, unless their adapter minds that."""
+
+    def __call__(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        run = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
+        split = settings.splitting()
+        if split is None or _minds_parts(self, x):
+            return run(x, *args, **kwargs)
+        return split.everywhere(run, x, *args, **kwargs)
+
+
+def _minds_parts(module: nn.Module, x: Tensor) -> bool:
+    """Whether a module has an adapter that gathers what it needs, and that adapter is what runs."""
+    patched = patch.patched(module)
+    if patched is None or not patched.adapter.splits:
+        return False
+    inside = patched.adapter.inside
+    return inside is None or is_bare(module, inside, x.dtype, x.device)
+
+
+def _pixels_of_a_latent(vae: Any) -> int:
+    """Rows and columns of pixels that one of the latents stands for."""
+    ratio = getattr(vae, "spatial_compression_ratio", None)
+    return 2 ** (len(vae.config.block_out_channels) - 1) if ratio is None else int(ratio)
 
 
 class _Distributed:
@@ -147,6 +208,7 @@ class Distribution:
         self.how = {"split": split, "gather": gather, "ranks": str(engine.ranks)}
         self.splits: dict[tuple, Split] = {}  # of each rank, axis, size and settings
         self.agreed: set[tuple] = set()
+        self.sums_blocks = any(isinstance(module, nn.GroupNorm) for module in vae.modules())
         self.alike: dict[tuple, bool] = {}  # kinds of calls: whether samples by themselves have the bits of all together
         self.warned = False
 
@@ -286,7 +348,7 @@ class Distribution:
 
     def _axis(self, vae: Any, name: str, x: Tensor) -> tuple[int, int]:
         """The axis along which to split, and how many rows, columns or samples of latents it has."""
-        pixels = int(vae.spatial_compression_ratio) if name == "encode" else 1
+        pixels = _pixels_of_a_latent(vae) if name == "encode" else 1
         names = (self.split,) if self.split in AXES else AXES
         sizes = {AXES[each]: x.shape[AXES[each]] for each in names}
         units = {axis: size // pixels for axis, size in sizes.items() if size % pixels == 0 and size // pixels >= self.ranks}
@@ -297,7 +359,17 @@ class Distribution:
                 f"{name}: {given} for {self.ranks} ranks; each needs at least {pixels} rows or columns{needed}: "
                 "use fewer ranks, another split, or restore() the model"
             )
-        return min(units.items(), key=lambda unit: (-(-unit[1] // self.ranks) / unit[1], -unit[1]))
+        return min(units.items(), key=lambda unit: (self._longest(unit[1]) / unit[1], -unit[1]))
+
+    def _longest(self, units: int) -> int:
+        """The rows of latents of the longest part."""
+        first, end = parts_of(units, self.ranks, self._grain(units))[0]
+        return end - first
+
+    def _grain(self, units: int) -> int:
+        """Where group norms sum blocks of several rows of latents, parts are made of whole ones, as far as they go round."""
+        blocks = grain(units) if self.sums_blocks else 1
+        return blocks if -(-units // blocks) >= self.ranks else 1
 
     def _agree(self, engine: Engine, name: str, x: Tensor, computed: str) -> None:
         said = {**agreement.of_call(name, x, x.device), "computed": computed}
@@ -310,7 +382,7 @@ class Distribution:
         """The plan of a rank, which is kept: what was compared once is known."""
         key = engine.rank, axis, units, settings.current()
         if key not in self.splits:
-            split = self.splits[key] = Split(Exchange(engine, axis, units))
+            split = self.splits[key] = Split(Exchange(engine, axis, units, self._grain(units)))
             split.settings = settings.split_by(split)
         self.splits[key].exchange.engine = engine
         return self.splits[key]

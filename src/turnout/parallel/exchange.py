@@ -8,7 +8,7 @@ parts without asking. How messages travel is an engine's business (`dist`, `lock
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,15 @@ from torch import Tensor
 Edge = Literal["zeros", "replicate", "reflect", "none"]  # what stands beyond the first and the last row of all
 
 AXES = {"height": -2, "width": -1}
+EDGES: dict[str, Edge] = {"constant": "zeros", "replicate": "replicate", "reflect": "reflect"}  # of torch's padding
+
+
+class Halo(NamedTuple):
+    """What stands around a part that was padded: rows before and after it, and what the outermost are."""
+
+    before: int
+    after: int
+    edge: Edge
 
 
 class Engine(Protocol):
@@ -47,14 +56,15 @@ class Engine(Protocol):
         ...
 
 
-def parts_of(size: int, ranks: int) -> list[tuple[int, int]]:
-    """Where each rank's part of an axis begins and ends, as even as whole rows allow; the first are the longer.
+def parts_of(size: int, ranks: int, grain: int = 1) -> list[tuple[int, int]]:
+    """Where each rank's part of an axis begins and ends, at multiples of `grain`, as even as these allow; the first
+    are the longer.
 
-    >>> parts_of(13, 4)
-    [(0, 4), (4, 7), (7, 10), (10, 13)]
+    >>> parts_of(13, 4), parts_of(13, 3, grain=2)
+    ([(0, 4), (4, 7), (7, 10), (10, 13)], [(0, 6), (6, 10), (10, 13)])
     """
-    least, longer = divmod(size, ranks)
-    ends = [least * (rank + 1) + min(rank + 1, longer) for rank in range(ranks)]
+    least, longer = divmod(-(-size // grain), ranks)
+    ends = [min(size, grain * (least * (rank + 1) + min(rank + 1, longer))) for rank in range(ranks)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
@@ -63,6 +73,7 @@ class Exchange:
 
     axis: the dimension of `[B, C, T, H, W]` and `[B, C, H, W]` that is split, -2 (height) or -1 (width).
     units: how many rows (columns) the latents have in all; parts are multiples of these.
+    grain: of so many of them at a time, where norms sum blocks of that size (see `ops.group_norm_silu.blocks`).
 
     >>> import torch
     >>> from turnout.parallel.lockstep import Lockstep
@@ -74,12 +85,13 @@ class Exchange:
     [[0.0, 0.0, 1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 0.0]]
     """
 
-    def __init__(self, engine: Engine, axis: int, units: int):
-        if units < engine.ranks:
-            raise ValueError(f"{units} rows or columns of latents for {engine.ranks} ranks; each needs at least one")
+    def __init__(self, engine: Engine, axis: int, units: int, grain: int = 1):
+        if -(-units // grain) < engine.ranks:
+            least = "one" if grain == 1 else str(grain)
+            raise ValueError(f"{units} rows or columns of latents for {engine.ranks} ranks; each needs at least {least}")
         self.engine, self.axis, self.units = engine, axis, units
         self.rank, self.ranks = engine.rank, engine.ranks
-        self.parts = parts_of(units, engine.ranks)
+        self.parts = parts_of(units, engine.ranks, grain)
         self.sizes = [end - begin for begin, end in self.parts]
 
     def spans(self, size: int) -> list[tuple[int, int]]:
@@ -146,9 +158,9 @@ class Exchange:
             if got.data_ptr() != place.data_ptr():
                 place.copy_(_unpacked(got, place))
         if rank == 0 and above:
-            _fill_edge(whole, dim, above, size, edge, first=True)
+            fill_edge(whole, dim, above, size, edge, first=True)
         if rank == last and below:
-            _fill_edge(whole, dim, above, size, edge, first=False)
+            fill_edge(whole, dim, above, size, edge, first=False)
 
     def _need_rows(self, size: int, rows: int) -> None:
         times = self.times(size)
@@ -208,6 +220,11 @@ def empty_resized(like: Tensor, dim: int, size: int) -> Tensor:
     return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
 
 
+def dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
+    """A view of some rows of `whole`, in memory of its own and in the same order."""
+    return empty_resized(whole, axis, part.shape[axis]).copy_(part)
+
+
 def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart. Those
     of dimensions of size one count too, since routes are chosen by them.
@@ -259,7 +276,7 @@ def _unpacked(got: Tensor, place: Tensor) -> Tensor:
     return got.movedim(-1, 1) if place.dim() in (4, 5) else got
 
 
-def _fill_edge(whole: Tensor, dim: int, above: int, size: int, edge: Edge, *, first: bool) -> None:
+def fill_edge(whole: Tensor, dim: int, above: int, size: int, edge: Edge, *, first: bool) -> None:
     """The rows beyond the first or the last one of all."""
     count = above if first else whole.shape[dim] - above - size
     rows = whole.narrow(dim, 0 if first else above + size, count)

@@ -19,6 +19,11 @@ from turnout.parallel.split import Split
 _CONVOLUTIONS = {torch.conv2d, torch.conv3d, F.conv2d, F.conv3d}
 _NORMS = {torch.group_norm, F.group_norm}
 _PADS = {F.pad, torch._C._nn.pad}  # pyright: ignore[reportAttributeAccessIssue]
+_MEANS = {torch.mean, Tensor.mean}
+_SHAPES = {
+    Tensor.permute, Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous,
+    torch.permute, torch.reshape, torch.transpose, torch.flatten, torch.unflatten,
+}  # fmt: skip
 _MIXING: set[Callable[..., Any]] = {
     F.scaled_dot_product_attention, F.avg_pool2d, F.avg_pool3d, F.max_pool2d, F.max_pool3d, F.adaptive_avg_pool2d,
     F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.adaptive_max_pool3d, F.conv_transpose2d, F.conv_transpose3d,
@@ -43,12 +48,50 @@ class SplitMode(TorchFunctionMode):
                 return self.split.pad(F.pad, *_bound(args, kwargs))
         if func in _NORMS:
             return self.split.everywhere(func, *args, **kwargs)
+        if func is F.silu and _is_picture_on_cpu(*args):
+            return self._activated(*args, **kwargs)
+        if func in _MEANS and _is_picture_on_cpu(*args):
+            return self._averaged(*args, **kwargs)
+        if func in _SHAPES:
+            y = func(*args, **kwargs)
+            self.split.reshaped(args[0], y)
+            return y
         if func is F.interpolate:
             _refuse_blends(*args, **kwargs)
         elif func in _MIXING:
             name = getattr(func, "__name__", str(func))
             raise NotImplementedError(f"{name} mixes pixels, and is not known to a distributed model; restore() the model to run it")
         return func(*args, **kwargs)
+
+    def _activated(self, x: Tensor, inplace: bool = False) -> Tensor:
+        """SiLU on a CPU: of the last few elements torch takes another exponential than of the others, and which are the
+        last is known of the whole only."""
+        y = self.split.everywhere(F.silu, x)
+        with torch._C.DisableTorchFunction():
+            return x.copy_(y) if inplace else y
+
+    def _averaged(self, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
+        """A mean over channels that are not side by side: on a CPU torch adds up most pixels in another order than the last
+        ones. The channels are dimension 1, or the last one of a view that was made for a norm."""
+        axes = [each % x.dim() for each in ((dim,) if isinstance(dim, int) else dim or ())]
+        behind = axes == [x.dim() - 1] and x.stride(-1) != 1
+        if axes != [1] and not behind:
+            return torch.mean(x, dim, keepdim, **kwargs)
+        if axes == [1] and x.dim() not in (4, 5):
+            return torch.mean(x, dim, keepdim, **kwargs)
+        if not keepdim:
+            raise NotImplementedError("a mean over channels without keepdim in a distributed model; restore() the model to run it")
+        if not behind:
+            return self.split.everywhere(torch.mean, x, dim, True, **kwargs)
+
+        def mean(whole: Tensor) -> Tensor:
+            return torch.mean(whole.movedim(1, -1), -1, True, **kwargs).movedim(-1, 1)
+
+        return self.split.everywhere(mean, x.movedim(-1, 1)).movedim(1, -1)
+
+
+def _is_picture_on_cpu(x: Tensor, *rest: Any) -> bool:
+    return x.dim() > 3 and x.device.type == "cpu"
 
 
 def _bound(args: tuple, kwargs: dict) -> tuple:

@@ -21,7 +21,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from turnout import ops
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
-from turnout.parallel.exchange import Edge, Exchange, empty_resized, strides_resized
+from turnout.parallel.attention import OwnQueries
+from turnout.parallel.exchange import EDGES, Exchange, Halo, dense, empty_resized, fill_edge, strides_resized
+from turnout.parallel.norms import NORMS, Norm
 from turnout.routing import settings
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
@@ -30,24 +32,19 @@ from turnout.routing.op import Op
 
 CONVOLUTIONS = ("conv2d", "conv3d", "causal_conv3d")
 POINTWISE = ("rms_norm_silu", "rms_norm_silu_into")  # every pixel by itself
-WHOLE = ("group_norm_silu", "group_norm_silu_into", "group_norm_silu_pad")
 ACTIVATIONS = ("input", "x", "out", "cache", "residual")  # arguments of ops that are split; weights are not
 
 
-class Halo(NamedTuple):
-    """What stands around a part that was padded: rows before and after it, and what the outermost are."""
-
-    before: int
-    after: int
-    edge: Edge
-
-
 class Way(NamedTuple):
-    """How calls of one kind run here, on this rank's part and whole; `whole` gives this rank's part of it."""
+    """How calls of one kind run here, on this rank's part and whole; `whole` gives this rank's part of it.
+
+    is_known: that both give the same bits. written: which argument the result is written into; None where it is returned.
+    """
 
     part: Callable[..., Any]
     whole: Callable[..., Any]
-    is_known: bool  # that both give the same bits
+    is_known: bool
+    written: int | None = None
 
 
 class PartRefused(RuntimeError):
@@ -71,6 +68,7 @@ class Split:
         self.rings: dict[tuple, Callable[..., Any]] = {}
         self.strides: dict[tuple, tuple[int, ...]] = {}  # of what these return: where an axis is short, torch has others
         self.latest: tuple[Tensor, Tensor] | None = None  # the last input that got a halo, and what it became
+        self.queries = OwnQueries(exchange)
         self.settings: settings.Split | None = None
 
     def __call__(self, op: Op, args: tuple) -> Callable[..., Any]:
@@ -84,8 +82,8 @@ class Split:
             return self._of(op.name, self._upsampling(op, args))
         if op.name in POINTWISE:
             return self._of(op.name, self._pointwise(op, args))
-        if op.name in WHOLE:
-            return self._of(op.name, self._gathered(op))
+        if op.name in NORMS:
+            return self._of(op.name, self._norm(op, args))
         raise NotImplementedError(f"turnout.{op.name} is not known to a distributed model; restore() the model to run it")
 
     def ring_margins(self) -> tuple[int, int]:
@@ -121,6 +119,14 @@ class Split:
         with torch._C.DisableTorchFunction(), self.plainly():
             return self._own(function(self._whole(x), *args, **kwargs))
 
+    def attention(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The same of a function whose last step that mixes pixels is attention: of it only own pixels are computed."""
+        self.counts["whole"] += 1
+        with torch._C.DisableTorchFunction(), self.plainly():
+            whole = self._whole(x)
+            with self.queries.of_frames(*whole.shape[-2:]):
+                return self._own(function(whole, *args, **kwargs))
+
     def plainly(self) -> Any:
         assert self.settings is not None
         now = settings.current()
@@ -134,22 +140,26 @@ class Split:
         if len(sides) <= at or not any(sides[at : at + 2]) or x.dim() < 4:
             return pad(x, sides, mode, value)
         before, after = sides[at : at + 2]
-        edges: dict[str, Edge] = {"constant": "zeros", "replicate": "replicate", "reflect": "reflect"}
-        if min(before, after) < 0 or mode not in edges or value:
+        if min(before, after) < 0 or mode not in EDGES or value:
             raise NotImplementedError(f"padding {sides} by {mode!r} with {value} in a distributed model")
         sides[at : at + 2] = 0, 0
         x = pad(x, sides, mode, value) if any(sides) else x
-        whole = exchange.halo(x, before, after, edge=edges[mode])
-        self.halos[whole] = Halo(before, after, edges[mode])
+        whole = exchange.halo(x, before, after, edge=EDGES[mode])
+        self.halos[whole] = Halo(before, after, EDGES[mode])
         return whole
+
+    def reshaped(self, x: Tensor, y: Tensor) -> None:
+        """y is x in another shape: what stands around the part stands around it still."""
+        halo, axis = self.halos.get(x), self.exchange.axis
+        if halo is not None and y.dim() > 3 and y.shape[axis] == x.shape[axis]:
+            self.halos[y] = halo
 
     def fill_border(self, body: Tensor, axis: int, edge: int, mode: str) -> bool:
         """The pixels beside this rank's part in a buffer with room for `edge` of them, along the split axis."""
         if axis != 5 + self.exchange.axis:
             return False
-        edges: dict[str, Edge] = {"constant": "zeros", "replicate": "replicate", "reflect": "reflect"}
         if edge:
-            self.exchange.fill_halo(body, edge, edge, before=edge, after=edge, edge=edges[mode])
+            self.exchange.fill_halo(body, edge, edge, before=edge, after=edge, edge=EDGES[mode])
         return True
 
     def is_bordered(self, buffer: Tensor, edges: tuple[int, int], mode: str) -> None:
@@ -167,7 +177,7 @@ class Split:
 
     def _of(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
         """A call: known to be the same, or compared when it is first seen."""
-        kind, (part, whole, _) = way
+        kind, (part, whole, *_) = way
 
         def run(*args: Any) -> Any:
             with torch._C.DisableTorchFunction():
@@ -184,14 +194,20 @@ class Split:
 
     def _first(self, name: str, kind: tuple, way: Way, args: tuple) -> Any:
         """The first call of a kind: on all ranks, find out whether parts may be computed by themselves."""
-        found = expected = None
+        found: Any = None
+        expected: Any = None
+        known = way.is_known or self.exchange.engine.is_alone
+        tried = list(args)
+        if not known and way.written is not None:
+            tried[way.written] = args[way.written].clone()  # what is read may be what is written
         try:
-            found, same = way.part(*args), True
+            found, same = way.part(*tried), True
         except PartRefused:
             same = False
-        if not way.is_known and not self.exchange.engine.is_alone:
+        if not known:
             expected = way.whole(*args)
-            same = same and (found is None or same_bits(found, expected))
+            results = (found, expected) if way.written is None else (tried[way.written], args[way.written])
+            same = same and same_bits(*results)
             if isinstance(expected, Tensor):
                 self.strides[kind] = expected.stride()
         flag = torch.tensor([float(same)], device=next(x.device for x in args if isinstance(x, Tensor)))
@@ -200,7 +216,7 @@ class Split:
         self.counts["first seen"] += 1
         if not same:
             self.counts[f"whole: {name}"] += 1
-        if expected is None:
+        if known:
             return found if same else way.whole(*args)
         return expected
 
@@ -217,8 +233,13 @@ class Split:
         reach = dilation * (weight.shape[axis] - 1)
         is_padded = reach > 0 and not padding
         rows = x.shape[axis]
-        outputs = (rows - reach - 1) // stride + 1 if is_padded else None
-        if outputs is not None:
+        outputs, halo = ((rows - reach - 1) // stride + 1 if is_padded else None), self.halos.get(x)
+        if outputs is not None and halo is not None:  # whose last rows a stride may leave out
+            own = rows - halo.before - halo.after
+            if outputs * stride != own:
+                raise ValueError(f"a convolution of {own} rows or columns with stride {stride}, which gives {outputs}")
+            whole_rows = exchange.global_size(own) + halo.before + halo.after
+        elif outputs is not None:
             whole_rows = exchange.global_size(outputs) * stride + reach + 1 - stride
             if (outputs - 1) * stride + reach + 1 != rows:
                 raise ValueError(f"a convolution of {rows} rows or columns with stride {stride}, which leaves some out")
@@ -263,7 +284,7 @@ class Split:
                         wide = exchange.halo(beside, extra, extra)
                         given[at["residual"]] = wide.narrow(axis, extra - early, beside.shape[axis] + early + late)
                     y = run(tuple(given))
-                    return _dense(y.narrow(axis, early, end - begin), y, axis)
+                    return dense(y.narrow(axis, early, end - begin), y, axis)
             return run(tuple(given))
 
         def whole(*args: Any) -> Tensor:
@@ -300,7 +321,7 @@ class Split:
             size = scale * x.shape[axis]
             # the pixels that are computed beside the own ones see the edge of what is known, and are dropped
             y = run((exchange.halo(x, 1, 1, edge="none"), *rest))
-            return _dense(y.narrow(axis, scale * before, size), y, axis) if before or after else y
+            return dense(y.narrow(axis, scale * before, size), y, axis) if before or after else y
 
         def whole(x: Tensor, *rest: Any) -> Tensor:
             with self.plainly():
@@ -323,7 +344,7 @@ class Split:
         def whole(*args: Any) -> Any:
             given = list(args)
             for i in split:
-                given[i] = exchange.all_gather(given[i])
+                given[i] = self.room_of_all(given[i]) if i == written else self.gathered(given[i])
             with self.plainly():
                 y = op(*given)
             if written is None:
@@ -331,27 +352,14 @@ class Split:
             args[written].copy_(exchange.own(given[written]))
             return None
 
-        return (op.name, problem), Way(part, whole, (is_known and grain == 1) or written is not None)
+        return (op.name, problem), Way(part, whole, is_known and grain == 1, written)
 
-    def _gathered(self, op: Op) -> tuple[Any, Way]:
-        """An op that every rank computes whole."""
-        names = list(op.signature.parameters)
-
-        def whole(*args: Any) -> Any:
-            given = list(args)
-            for i, name in enumerate(names):
-                if name in ACTIVATIONS and isinstance(given[i], Tensor) and given[i].dim() > 3:
-                    given[i] = self.exchange.all_gather(given[i])
-            with self.plainly():
-                y = op(*given)
-            if op.mutates:
-                out = names.index("out")
-                args[out].copy_(self.exchange.own(given[out]))
-                return None
-            return self._own(y)
-
-        self.runs_whole[op.name,] = True
-        return (op.name,), Way(whole, whole, True)
+    def _norm(self, op: Op, args: tuple) -> tuple[Any, Way]:
+        norm = Norm(self, op, args)
+        kind = (op.name, norm.problem)
+        if not norm.in_blocks:
+            self.runs_whole[kind] = True
+        return kind, Way(norm.part, norm.whole, True)
 
     def _chosen(self, op: Op, key: Any, chosen: str | None) -> tuple[Callable[[tuple], Any], bool, int]:
         """What runs a call on a part as the whole call would be run; whether it is known not to mind; its grain."""
@@ -410,6 +418,15 @@ class Split:
             strips = tuple(torch.cat([old[:, :, old.shape[2] - held :], each], 2) for old, each in zip(before, strips, strict=True))
         self.caches[kept] = tuple(strip.clone() for strip in strips)
 
+    def gathered(self, x: Tensor) -> Tensor:
+        """The whole of which x is a part, in its order of dimensions, without gaps."""
+        own = torch.empty_like(x)
+        return self.exchange.all_gather(x if own.stride() == x.stride() else own.copy_(x))
+
+    def room_of_all(self, x: Tensor) -> Tensor:
+        """Memory for the whole of which x is a part."""
+        return empty_resized(torch.empty_like(x), self.exchange.axis, self.exchange.global_size(x.shape[self.exchange.axis]))
+
     def _whole(self, x: Tensor) -> Tensor:
         """The whole of a part, or of a part with a halo, which is then that of the whole."""
         halo = self.halos.get(x)
@@ -417,23 +434,19 @@ class Split:
             return self.exchange.all_gather(x)
         axis = self.exchange.axis
         own = x.narrow(axis, halo.before, x.shape[axis] - halo.before - halo.after)
-        whole = self.exchange.all_gather(_dense(own, x, axis))
-        sides = [0] * (2 * -axis)
-        sides[2 * (-1 - axis) : 2 * (-1 - axis) + 2] = halo.before, halo.after
-        if x.dim() == 5 and halo.edge != "zeros":
-            flat = torch.nn.functional.pad(whole.flatten(1, 2), sides, mode="replicate" if halo.edge == "replicate" else "reflect")
-            return flat.unflatten(1, tuple(x.shape[1:3]))
-        return torch.nn.functional.pad(whole, sides, mode="constant" if halo.edge == "zeros" else halo.edge)
+        whole = self.exchange.all_gather(dense(own, x, axis))
+        size = whole.shape[axis]
+        padded = empty_resized(x, axis, halo.before + size + halo.after)  # in x's order, by which routes are chosen
+        padded.narrow(axis, halo.before, size).copy_(whole)
+        for rows, first in ((halo.before, True), (halo.after, False)):
+            if rows:
+                fill_edge(padded, axis % x.dim(), halo.before, size, halo.edge, first=first)
+        return padded
 
     def _own(self, y: Any) -> Any:
         if not isinstance(y, Tensor):
             raise NotImplementedError(f"a {type(y).__name__} returned by a part of a distributed model")
-        return _dense(self.exchange.own(y), y, self.exchange.axis)
-
-
-def _dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
-    """A view of some rows of `whole`, in memory of its own and in the same order."""
-    return empty_resized(whole, axis, part.shape[axis]).copy_(part)
+        return dense(self.exchange.own(y), y, self.exchange.axis)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

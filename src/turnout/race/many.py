@@ -16,7 +16,7 @@ import torch
 
 from turnout.bench.sweep import commit, keep_row
 from turnout.race.models import Racer, check_weights, racer_named, size_named
-from turnout.race.run import ACCELERATED, COMPILED, STOCK, Race, race
+from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Race, race
 from turnout.routing import versions
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
@@ -98,6 +98,7 @@ class Plan:
     profiled: bool = True
     out: Path | None = None
     missing: bool = False
+    graph: bool = False
     left: list[str] = field(default_factory=list)
 
     def run(self, on_progress: Callable[[str, str], object] = lambda race, step: None) -> Iterator[Outcome]:
@@ -126,7 +127,7 @@ class Plan:
         lanes = (STOCK, ACCELERATED, COMPILED) if len(self.entries) == 1 else (ACCELERATED,)
         options: dict[str, Any] = {
             "weights": self.weights, "numerics": self.numerics, "rounds": self.rounds, "seconds": seconds,
-            "compiled": self.compiled, "profiled": lanes if self.profiled else (), "on_progress": on_progress,
+            "compiled": self.compiled, "graph": self.graph, "profiled": lanes if self.profiled else (), "on_progress": on_progress,
         }  # fmt: skip
         try:
             found = race(entry.name, entry.size, entry.dtype, self.device, **options)
@@ -152,8 +153,8 @@ class Plan:
         return self.out / Device.of(self.device).slug / "race.jsonl"
 
     def _done(self) -> set[tuple[str, str]]:
-        """What has a row of this code and this Triton, by description and dtype; with `compiled`, one of that
-        lane."""
+        """What has a row of this code and this Triton, by description and dtype; with `compiled` or `graph`, one of
+        that lane."""
         if self.out is None or not self.path().exists():
             return set()
         mine = versions.minor(versions.triton()) if self.device.type == "cuda" else None
@@ -163,7 +164,8 @@ class Plan:
             for row in rows
             if row.get("commit") == commit() is not None
             and versions.minor(row.get("versions", {}).get("triton")) == mine
-            and (not self.compiled or "torch.compile" in row["lanes"])
+            and (not self.compiled or COMPILED in row["lanes"])
+            and (not self.graph or GRAPH in row["lanes"])
         }
 
 

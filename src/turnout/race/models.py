@@ -16,6 +16,7 @@ from torch import Tensor
 
 from turnout.models.accelerate import accelerate
 from turnout.race import configs
+from turnout.routing.device import is_planning
 from turnout.routing.names import not_known
 
 Call = Callable[[Any], Tensor]
@@ -181,7 +182,7 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
-    generator = torch.Generator(settings.device).manual_seed(1)
+    generator = None if is_planning() else torch.Generator(settings.device).manual_seed(1)  # a device that is here
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 
@@ -204,6 +205,17 @@ def _ratios(model: Any) -> tuple[int, int]:
         first("scale_factor_spatial", "spatial_compression_ratio", default=halved),
         first("scale_factor_temporal", "temporal_compression_ratio", default=4),
     )
+
+
+def check_size(name: str, racer: Racer, model: Any, numbers: tuple[int, ...]) -> None:
+    """Raise ValueError where a VAE has no latents for a picture of this size."""
+    if racer.part != "vae":
+        return
+    space, _ = _ratios(model)
+    odd = [n for axis, n in zip(racer.axes.strip("()").split(" x "), numbers, strict=True) if axis in IMAGE and n % space]
+    if odd:
+        shown = " x ".join(map(str, numbers))
+        raise ValueError(f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, the pixels a side of one latent")
 
 
 def _decode(axes: Sequence[str], video: bool) -> MakeCall:

@@ -1,8 +1,8 @@
 """Stock and accelerated in turns in one run: time, first call, peak memory, and how far the outputs are
 apart.
 
-Three lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, with
-torch.compile of the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's
+Lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, after
+`accelerate(graph=True)` and with torch.compile of the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's
 `forward`; `generate` runs the model's `forward` through the model itself. So the lane replaces that module's
 `forward` by the compiled one.
 """
@@ -33,7 +33,8 @@ from turnout.routing import versions
 BRIEF = 200.0  # milliseconds: a briefer call notices that the model has just changed, so one goes before it
 FEW = 4  # rounds: with fewer there are no quartiles, and the spread is from the fastest to the slowest
 CHUNK = 2**24  # elements that are compared at once
-STOCK, ACCELERATED, COMPILED = "stock", "accelerated", "torch.compile"
+STOCK, ACCELERATED, GRAPH, COMPILED = "stock", "accelerated", "graph", "torch.compile"
+UNTIL_REPLAYED = 2  # calls of a model with graph=True before the first that is replayed
 
 
 @dataclass
@@ -204,21 +205,23 @@ def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
 def race(
     name: str, size: str, dtype: torch.dtype, device: torch.device, *, weights: Path | None = None,
     numerics: str | None = None, rounds: int = 10, seconds: float = 20.0, compiled: bool = False,
-    profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
+    graph: bool = False, profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
     backend: str | Callable[..., Any] = "inductor", on_progress: Callable[[str], object] = lambda step: None,
 ) -> Race:  # fmt: skip
     """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or
     until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
     comes last.
 
-    `compiled` adds torch.compile with that `backend`; where it cannot compile the model, its lane says why.
+    `graph` adds the accelerated model with its CUDA graphs, whose samples are replays; where none is replayed,
+    its lane says why. `compiled` adds torch.compile with that `backend`; where it cannot compile the model, its lane says why.
     `profiled` names the lanes of which one more call runs under the profiler.
     """
     if rounds < 2:
         raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")
     racer = RACERS[name]
     on_progress("building")
-    lanes = {STOCK: Lane(), ACCELERATED: Lane()} | ({COMPILED: Lane()} if compiled else {})
+    asked = {STOCK: True, ACCELERATED: True, GRAPH: graph, COMPILED: compiled}
+    lanes = {name: Lane() for name, wanted in asked.items() if wanted}
     with torch.no_grad():
         model, call = racer.make(size, dtype, device, weights)
         on_progress("float32")
@@ -237,7 +240,7 @@ def race(
             for lane in running if i % 2 == 0 else reversed(running):
                 on_progress(f"round {i + 1} of at most {rounds}, {lane}")
                 with contestant.prepared(lane) as run:
-                    if lanes[lane].samples[0] < BRIEF:
+                    for _ in range(UNTIL_REPLAYED if lane == GRAPH else lanes[lane].samples[0] < BRIEF):
                         run()
                     _timed(run, lanes[lane], device)
             if time.perf_counter() > end:
@@ -262,6 +265,8 @@ def race(
 class _Contestant:
     """One model that takes the shape of each lane in turn: its weights are in memory once."""
 
+    report: Report  # of the last lane that was accelerated
+
     def __init__(
         self,
         model: Any,
@@ -280,7 +285,10 @@ class _Contestant:
     @contextlib.contextmanager
     def prepared(self, lane: str) -> Iterator[Callable[[], Tensor]]:
         """The call, with the model in the shape of a lane."""
-        accelerate(self.model, numerics=self.numerics) if lane == ACCELERATED else restore(self.model)
+        if lane in (ACCELERATED, GRAPH):
+            self.report = accelerate(self.model, numerics=self.numerics, graph=lane == GRAPH)
+        else:
+            restore(self.model)
         if lane == COMPILED:
             self.module.forward = self.compiled_forward
         try:
@@ -308,12 +316,17 @@ def _first_calls(
             _synchronize(device)
             found.first_ms = 1e3 * (time.perf_counter() - before)
             held = _reset_peak(device)
+            if lane == GRAPH:
+                run()  # it is captured
             output = _timed(run, found, device)
         except Exception as failure:  # of many kinds; the other lanes have figures all the same
             if lane != COMPILED:
                 raise
             words = " ".join(str(failure).split())
             found.failed = f"{type(failure).__name__}: {words}"[:300]
+            return
+        if lane == GRAPH and not any(replays.replayed for replays in contestant.report.graphs.values()):
+            found.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
             return
         found.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
     if truth is not None:

@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -159,8 +160,9 @@ class Device:
     @staticmethod
     def of(device: torch.device | str) -> Device:
         """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
-        if _assumed is not None:
-            return _assumed
+        instead = _assumed.get()
+        if instead is not None:
+            return instead
         known = _seen.get(device)
         if known is not None:
             return known
@@ -178,22 +180,37 @@ class Device:
 
 
 _seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
-_assumed: Device | None = None
+_assumed: ContextVar[Device | None] = ContextVar("turnout_assumed_device", default=None)
+_planning: ContextVar[bool] = ContextVar("turnout_planning", default=False)
 
 
 @contextlib.contextmanager
 def assumed(device: Device) -> Iterator[None]:
     """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing can run.
 
-    For finding out what a route would launch on a card that is not here (`turnout.launch.recorded`). It holds for
-    the whole process, so it is for command lines and tests, not for a program that computes meanwhile.
+    For finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread; what others
+    compute meanwhile stays on its own device.
     """
-    global _assumed
-    before, _assumed = _assumed, device
+    token = _assumed.set(device)
     try:
         yield
     finally:
-        _assumed = before
+        _assumed.reset(token)
+
+
+@contextlib.contextmanager
+def planning_calls() -> Iterator[None]:
+    """While this is entered, calls in this thread are only planned: tensors have no memory, nothing is remembered."""
+    token = _planning.set(True)
+    try:
+        yield
+    finally:
+        _planning.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether calls in this thread are only planned."""
+    return _planning.get()
 
 
 def _letters(name: str) -> str:
@@ -229,10 +246,19 @@ def _triton_backend(device_type: str) -> str | None:
         return None
 
 
+def with_software_here(card: Device) -> Device:
+    """A card that was named, as it would be with the software of this machine."""
+    return replace(card, **_software())
+
+
+def _software() -> dict[str, Any]:
+    return {"triton": versions.minor(versions.triton()), "cudnn": machine.cudnn(), "lacks": None}
+
+
 @functools.cache
 def _of_cuda(index: int) -> Device:
     seen = torch.cuda.get_device_properties(index)
-    here: dict[str, Any] = {"triton": versions.minor(versions.triton()), "cudnn": machine.cudnn(), "lacks": None}
+    here = _software()
     known = {device.name: device for device in known_cards()}.get(seen.name)
     if known is not None:
         return replace(known, **here)

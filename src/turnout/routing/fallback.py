@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from turnout.routing.device import is_planning
+
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
@@ -86,6 +88,7 @@ def can_read_values(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN_TENSORS
         and tensor.device.type in ("cpu", "cuda")
+        and not (is_planning() and tensor.is_meta)
         and not torch.compiler.is_compiling()
         and not _hidden.get()
         and _rewriting() is None

@@ -69,7 +69,8 @@ def loop_adds_carefully() -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
+    plain = torch._C.DisableTorchFunction()  # no mode of a caller: it may rewrite calls, as that of a split model does
+    with plain, _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
         x, weight = (torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape) for shape in _TRIED)
         exact = torch.conv3d(x, weight)
         call = (x.float(), weight.float(), None)

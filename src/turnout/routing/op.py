@@ -20,7 +20,7 @@ from turnout.routing import failures, settings, writing
 from turnout.routing.case import Case
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
-from turnout.routing.device import Device
+from turnout.routing.device import Device, is_planning
 from turnout.routing.fallback import (
     AUTOCAST_ON,
     Blocked,
@@ -240,7 +240,9 @@ class Op:
             raise settings.Asked(self, args)
         if isinstance(now, settings.Split):
             run = now.plan(self, args)
-            return (run if cache_key is None else self._cache(cache_key, run, _clearings))(*args)
+            if cache_key is None or is_planning():
+                return run(*args)
+            return self._cache(cache_key, run, _clearings)(*args)
         if cache_key is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
@@ -249,7 +251,8 @@ class Op:
         if blocked(args, False) is not None:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same key
         clearings = _clearings
-        return self._cache(cache_key, self._chosen(args), clearings)(*args)
+        run = self._chosen(args)
+        return run(*args) if is_planning() else self._cache(cache_key, run, clearings)(*args)
 
     def _cache(self, cache_key: tuple, run: Callable[..., Any], clearings: int) -> Callable[..., Any]:
         """Remember what runs calls with this key, unless the cache was cleared since `clearings`; another thread's,
@@ -267,6 +270,8 @@ class Op:
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
             return self._under_autocast
+        if is_planning():
+            return self._planned(args)
         for watch in _watchers:
             watch(self, args)
         key = self.key(args)
@@ -282,6 +287,16 @@ class Op:
             run = self.with_runtime_checks(prepared.call, args, route)
         next_try = self.failed.next_try(key)
         return run if next_try is None else self._until(next_try, run)
+
+    def _planned(self, args: tuple) -> Callable[..., Any]:
+        """What runs while calls are only planned: the route that would be taken, as nothing has been worked out for
+        it. What is asked at each call of a route was asked when this one was dispatched: nothing is cached."""
+        if self.autocast == "reference" and autocasting():
+            return self.plain
+        verdict = self.verdict(self.key(args))
+        if verdict.chosen == REFERENCE:
+            return self.plain
+        return torch.no_grad()(functools.partial(self.routes[verdict.chosen].run, **dict(verdict.config)))
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
         """The reference as it is run, for arguments with the cache key of these."""

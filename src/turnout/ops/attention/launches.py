@@ -12,6 +12,7 @@ from torch import Tensor
 from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside, strides_like_queries
 from turnout.ops.integers import ceil_div, power_of_two
+from turnout.routing.device import is_planning
 
 LOG2E = math.log2(math.e)
 
@@ -69,6 +70,10 @@ def take_turns(jobs: Iterable[Callable[[], None]], device: torch.device) -> None
 
     The current stream waits for all of them, so what was allocated on it may be freed as usual, and a capture has everything.
     """
+    if is_planning():
+        for job in jobs:
+            job()
+        return
     current, beside = torch.cuda.current_stream(device), _beside.stream(device)
     beside.wait_stream(current)
     try:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.routing.device import is_planning
 from turnout.routing.fallback import can_read_values, version_of
 
 
@@ -133,7 +134,7 @@ def _values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
     """
     if not can_read_values(tensor):
         return None
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" or is_planning():
         return read(tensor)
     version = version_of(tensor)
     for seen, then, value in _kept if version is not None else ():

@@ -1,4 +1,4 @@
-"""The tracks of attention: torch's kernels by name, vendor kernels on the keys that count, our own where nobody has one."""
+"""The routes of attention: torch's kernels by name, vendor kernels on the keys that count, our own where nobody has one."""
 
 from __future__ import annotations
 

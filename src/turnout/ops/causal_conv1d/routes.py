@@ -1,4 +1,4 @@
-"""The tracks of causal_conv1d: one kernel a layout, on a GPU and on a CPU."""
+"""The routes of causal_conv1d: one kernel a layout, on a GPU and on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracks of causal_conv1d_backward: one kernel a layout, which leaves sums for dweight and dbias, and one that adds these up."""
+"""The routes of causal_conv1d_backward: one kernel a layout, which leaves sums for dweight and dbias, and one that adds these up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tracks of causal_conv1d_update: one launch on a GPU, one pass on a CPU."""
+"""The routes of causal_conv1d_update: one launch on a GPU, one pass on a CPU."""
 
 from __future__ import annotations
 

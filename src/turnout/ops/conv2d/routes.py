@@ -1,4 +1,4 @@
-"""The tracks of conv2d."""
+"""The routes of conv2d."""
 
 from __future__ import annotations
 

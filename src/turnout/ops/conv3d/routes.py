@@ -1,4 +1,4 @@
-"""The tracks of conv3d."""
+"""The routes of conv3d."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
+from turnout.routing.device import is_planning
 from turnout.routing.fallback import functorch_level
 from turnout.routing.machine import has_package
 from turnout.routing.prepared import kept, worked_out_once
@@ -26,8 +27,11 @@ def torch_format(
     """The format of torch's own output.
 
     It depends on which of its kernels torch would take, so torch is asked, in the way in which its fake tensors ask:
-    graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice.
+    graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice. Of a device that is
+    assumed torch knows nothing.
     """
+    if is_planning():
+        return plain_format(input, weight)
     key = (
         torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
         *stride, *padding, *dilation, groups, torch.backends.cudnn.enabled,

@@ -14,7 +14,7 @@ from torch import Tensor
 from turnout.launch import Launch, LaunchPlan, Workspace, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.layouts import array, contiguous_strides
-from turnout.routing.device import Device
+from turnout.routing.device import Device, is_planning
 from turnout.routing.op import Work
 from turnout.routing.prepared import worked_out_once
 
@@ -206,7 +206,8 @@ def _sums_launch(problem: Any, most: int, block: int) -> _SumsLaunch:
 def counters_and_room(where: torch.device, size: int) -> Tensor:
     """Counters at zero, where kernels leave them, and room for so many float64. One for each stream, whose kernels run one after the other;
     a graph that is being captured may be replayed on any, and has its own."""
-    if where.type != "cuda" or size > _MOST_ROOM or torch._C._cuda_getDevice() != where.index or torch._C._cuda_isCurrentStreamCapturing():
+    here = where.type == "cuda" and not is_planning() and torch._C._cuda_getDevice() == where.index
+    if not here or size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(COUNTERS // 2 + size, dtype=torch.float64, device=where)
     stream = torch._C._cuda_getCurrentRawStream(where.index)
     kept = _kept_room.get((where.index, stream))

@@ -48,8 +48,6 @@ def refuses_anywhere(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu
 def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
     yield from refuses_anywhere(problem, device)
     yield from needs.needs_half_or_single(scale=problem.scale_dtype, shift=problem.shift_dtype)
-    if problem.shape[1] > 1 and (problem.strides[1], problem.out_strides[1]) != (1, 1):
-        yield f"x with strides {list(problem.strides)}, this route needs channels side by side"
 
 
 def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> float | None:

@@ -173,16 +173,17 @@ def normalise_scaled(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor,
     *, silu: bool = True, first_apart: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`, channels side by side in x."""
+    """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`. On a CPU the channels of an x that
+    has them apart are put side by side first, and back."""
     if x.device.type != "cpu":
         return scaled(normalise(x, moments, weight, bias, silu=False), scale, shift, silu, first_apart)
     import numpy as np
 
     kernels, in_shares = _cpu()
-    out = torch.empty_like(x)
+    result = torch.empty_like(x)
     batch, channels, *sizes = x.shape
     missing = 3 - len(sizes)
-    scale, shift = (t if t.stride(1) == 1 or channels == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift))
+    x, scale, shift, out = map(_with_channels_behind, (x, scale, shift, result))
     places = []
     for small in (scale, shift):
         places.append(np.zeros((3, max(sizes)), np.int64))
@@ -199,7 +200,12 @@ def normalise_scaled(
         scale.stride(0), flat(shift), places[1], shift.stride(0), flat(out), out.stride(0), steps[1], sizes, silu,
     )  # fmt: skip
     in_shares(work, batch * prod(sizes))
-    return out
+    return result if out is result else result.copy_(out)
+
+
+def _with_channels_behind(x: Tensor) -> Tensor:
+    """x, or a copy whose channels are side by side."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def scaled(y: Tensor, scale: Tensor, shift: Tensor, silu: bool, first_apart: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The track of selective_scan: one launch on a GPU."""
+"""The route of selective_scan: one launch on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The track of selective_scan_update: one launch of selective_scan's kernel on a GPU, which then writes where it read."""
+"""The route of selective_scan_update: one launch of selective_scan's kernel on a GPU, which then writes where it read."""
 
 from __future__ import annotations
 

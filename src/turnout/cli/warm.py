@@ -1,0 +1,82 @@
+"""`turnout warm`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from turnout.cli.common import Json, console, errors, print_json
+
+
+def warm(
+    models: Annotated[list[str], typer.Argument(help="Models by name (turnout race --list), or [bold]all[/bold].")],
+    size: Annotated[str, typer.Option(help="tiny, small, full, or the numbers of one: 480x832x81.")] = "full",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own.")] = None,
+    device: Annotated[str | None, typer.Option(help="The card to compile for, h200 say; default: the one that is here.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Kernels at a time; default: one for each core.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compile nothing, say what is missing; exit code 1 if anything is.")] = False,
+    json: Json = False,
+) -> None:
+    """Compile all that a model's call launches on a card, ahead and in parallel, into Triton's cache on disk.
+
+    Needs no GPU: in a Docker image, say, so that the first call on the card compiles nothing. The model is built
+    without weights, accelerated, and its call is planned; nothing runs. Kernels go where the program will look for
+    them, ~/.triton/cache or TRITON_CACHE_DIR, and count for the same Triton, turnout and kind of card. Ends with exit
+    code 1 when a kernel does not compile.
+
+    [bold]Example[/bold]  turnout warm wan-vae --device h200
+
+    [bold]Example[/bold]  turnout warm flux-vae --size 768x1360 --device h200 --check
+    """
+    from turnout.race.ahead import specs_of_race
+    from turnout.race.models import RACERS
+    from turnout.routing.names import dtype_named
+    from turnout.warming import warmed
+    from turnout.warming.compiling import Compiler, most_jobs
+
+    begun = time.perf_counter()
+    card = warmed.card_named(device)
+    wanted = None if dtype is None else dtype_named(dtype)
+    jobs = warmed.check_jobs(most_jobs() if jobs is None else jobs)
+    names = list(RACERS) if "all" in models else list(dict.fromkeys(models))
+    with Compiler() as compiler, _Progress() as progress:
+        specs = []
+        for name in names:
+            progress.plan(name)
+            specs += specs_of_race(name, size, wanted, card)
+        found = warmed.compile_specs(
+            compiler, list(dict.fromkeys(specs)), card, jobs=jobs, check=check, progress=progress.tell, begun=begun
+        )
+    if json:
+        kernels = [kernel._asdict() for kernel in found.kernels]
+        print_json({"models": names, "size": size, "ready": found.ready, **vars(found), "kernels": kernels})
+    else:
+        console.print(str(found))
+    if not found.ready:
+        raise typer.Exit(1)
+
+
+class _Progress:
+    """A bar of what is compiled, on standard error; before that, what is planned."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.shown = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+        self.task = self.shown.add_task("planning", total=None)
+
+    def __enter__(self) -> _Progress:
+        self.shown.start()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.shown.stop()
+
+    def plan(self, name: str) -> None:
+        self.shown.update(self.task, description=f"planning {name}")
+
+    def tell(self, done: int, total: int, name: str) -> None:
+        self.shown.update(self.task, description=f"compiled {name}" if name else "compiling", completed=done, total=total)

@@ -1,0 +1,156 @@
+"""Compile a launch before it is made, into Triton's cache on disk, or ask whether it is there already.
+
+A `Spec` says of a launch what its compiled code depends on, so that another process can compile it. Triton specializes
+for what is known of an argument (its dtype, whether 16 divides it, whether it is one), so a spec keeps numbers as they
+are, and of an address whether it is aligned.
+"""
+# pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from turnout.launch import operands
+from turnout.launch.crosscompile import compiling_for
+from turnout.launch.descriptors import described, pattern
+from turnout.launch.launcher import compile_options
+from turnout.launch.recording import Launch
+from turnout.routing.device import Device
+
+
+class Block(NamedTuple):
+    """What compiled code knows of a descriptor for TMA."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    block: tuple[int, ...]
+
+
+class Address(NamedTuple):
+    """What compiled code knows of a tensor."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+
+class Spec(NamedTuple):
+    """A launch as another process is told of it. kernel: "package.module:function"."""
+
+    kernel: str
+    operands: tuple[Address | Block | None, ...]
+    numbers: tuple
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    options: tuple[tuple[str, Any], ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's own name, and the dtype it is for."""
+        dtype = next((x.dtype for x in self.operands if x is not None), None)
+        return f"{self.kernel.rpartition(':')[2]} {str(dtype).removeprefix('torch.')}"
+
+
+def specs_of(launches: Iterable[Launch]) -> list[Spec]:
+    """What to compile for these launches, each once, in their order."""
+    return list(dict.fromkeys(map(_spec, launches)))
+
+
+def _spec(launch: Launch) -> Spec:
+    function = launch.kernel.fn
+    return Spec(
+        f"{function.__module__}:{function.__qualname__}", tuple(map(_operand, launch.tensors)), tuple(launch.numbers),
+        tuple(launch.constants.items()), launch.warps, tuple(launch.options.items()),
+    )  # fmt: skip
+
+
+def _operand(x: Any) -> Address | Block | None:
+    if x is None:
+        return None
+    if isinstance(x, Tensor):
+        return Address(x.dtype, x.data_ptr() % 16 == 0)
+    return Block(tuple(x.shape), tuple(x.strides), x.base.dtype, tuple(x.block_shape))
+
+
+def launch_of(spec: Spec) -> Launch:
+    """A launch with the compiled code of this spec, on tensors that are nowhere."""
+    module, _, name = spec.kernel.partition(":")
+    kernel = getattr(importlib.import_module(module), name)
+    tensors = tuple(map(_stand_in, spec.operands))
+    return Launch(kernel, 1, tensors, spec.numbers, dict(spec.constants), spec.warps, dict(spec.options))
+
+
+def _stand_in(operand: Address | Block | None) -> Any:
+    if operand is None:
+        return None
+    stand_in = torch.empty(2, dtype=operand.dtype, device="meta")
+    if isinstance(operand, Block):
+        return described(stand_in, pattern(*operand))
+    return stand_in if operand.aligned else stand_in[1:]
+
+
+class _MissingError(Exception):
+    """Triton would have to compile."""
+
+
+class Found(NamedTuple):
+    """What Triton's cache says of a launch: launches with the same key share their code. size: of the kernel's
+    source, by which the longest compilations are begun first."""
+
+    key: str
+    present: bool
+    size: int
+
+
+def look_up(launch: Launch, device: Device) -> Found:
+    """Ask Triton's cache on disk for the code of a launch on a device; nothing is compiled. Not for a process that
+    launches kernels in another thread."""
+    from triton.compiler import compile as compile_source
+
+    seen = []
+
+    def only_look(source: Any, target: Any, options: Any, **more: Any) -> Any:
+        seen.append(f"{source.hash()} {sorted(options.items(), key=str)}")
+
+        def stop(*args: Any) -> Any:
+            raise _MissingError
+
+        source.make_ir = stop
+        return compile_source(source, target=target, options=options, **more)
+
+    kernel = launch.kernel
+    with compiling_for(device):
+        _ = kernel.device_caches[_current_device()]  # makes `kernel.compile` what it is
+        before, kernel.compile = kernel.compile, only_look
+        try:
+            key = _warm_up(launch, device).hash
+            present = True
+        except _MissingError:
+            [key], present = seen, False
+        finally:
+            kernel.compile = before
+    return Found(f"{kernel.fn.__module__}:{kernel.fn.__qualname__} {key}", present, len(kernel.src))
+
+
+def compile_ahead(launch: Launch, device: Device) -> None:
+    """Compile a launch for a device into Triton's cache on disk."""
+    with compiling_for(device):
+        _warm_up(launch, device)
+
+
+def _warm_up(launch: Launch, device: Device) -> Any:
+    with operands.compiling(launch.options) as known:
+        options = compile_options(launch.warps, known, device.backend or "cuda")
+        arguments = (*launch.tensors, *launch.numbers)
+        return launch.kernel.warmup(*arguments, **launch.constants, grid=(launch.programs,), **options)
+
+
+def _current_device() -> Any:
+    from triton.runtime import driver
+
+    return driver.active.get_current_device()

@@ -1,0 +1,144 @@
+"""Which calls of a routed layer are torch's own, because no route is worth its host time there.
+
+To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that, by
+the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its later
+calls like that one: what a layer has learned is a comparison away, 0.6 to 0.9 us. Nothing is measured at run
+time.
+
+What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is forgotten
+with the choices of the op: a table changed, a route failed, somebody watches the calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from turnout.routing import settings
+from turnout.routing.choose import REFERENCE, Verdict
+from turnout.routing.fallback import autocasting, blocked, tracing_state
+from turnout.routing.op import Op
+from turnout.routing.public import lower
+
+# us that a host takes more than for torch's own function, to ask the router and be told "the reference":
+# convolutions 3.2, group norms 2.6. By benchmarks/layers.py, 2-core Xeon at 2.8 GHz, torch 2.13, Python 3.11.
+ASKING_US = 3.2
+
+_MOST = 16  # kinds of calls that a layer remembers
+
+_WORTH = ("worth",)  # under this an op's dispatch cache holds a mark, as long as what was learned of the op holds
+_PLAIN = (Tensor, nn.Parameter)
+_entered, _grad_enabled = settings.entered.get, torch.is_grad_enabled
+
+
+class _Learned:
+    """Of one layer the kinds of calls that are torch's, and those that are not."""
+
+    def __init__(self, layer: Any, op: Op):
+        gone = id(layer)
+        self.layer = weakref.ref(layer, lambda _: _learned.pop(gone, None))
+        self.torchs: list[tuple] = []
+        self.routed: list[tuple] = []
+        self.mark = op.dispatch_cache.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self.call = op.call  # whoever watches the calls of an op puts another one there
+
+
+_learned: dict[int, _Learned] = {}
+_answers: dict[tuple, bool] = {}  # whether calls of any layer pay
+_MOST_ANSWERS = 4096
+
+
+def _kind(x: Tensor) -> tuple:
+    return (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
+
+
+def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
+    """Whether a layer's call with x is torch's; None where it has not learned that. Not for graphs that are compiled."""
+    learned = _learned.get(id(layer))
+    if learned is None or type(x) not in _PLAIN:
+        return None
+    kind = (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
+    found = True if kind in learned.torchs else False if kind in learned.routed else None
+    return found if op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call else None
+
+
+def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether a call of a layer that looks like none before, `function(x, *args, **kwargs)`, is torch's; if so, that
+    is remembered. False also where it cannot be told: the function then does what is right."""
+    if type(x) not in _PLAIN or tracing_state() is not None or x.device.type not in ("cpu", "cuda"):
+        return False
+    try:
+        op, lowered = lower(function, x, *args, **kwargs)
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        return False  # the function says what is wrong with its arguments
+    if blocked(lowered, False) is not None or op.failed.next_try(op.key(lowered)) is not None:
+        return False
+    pays = _pays(op, lowered)
+    remember(layer, op, _kind(x), routed=pays)
+    return not pays
+
+
+def knows(layer: Any, op: Op, kind: tuple) -> bool:
+    """As `is_torch`, for a kind of call."""
+    learned = _learned.get(id(layer))
+    return learned is not None and kind in learned.torchs and op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
+    """That such calls of a layer are torch's, or take a route."""
+    learned = _learned.get(id(layer))
+    if learned is None or learned.mark is not op.dispatch_cache.get(_WORTH) or learned.call is not op.call:  # pyright: ignore[reportArgumentType, reportCallIssue]
+        learned = _learned[id(layer)] = _Learned(layer, op)
+    if routed:
+        learned.routed = [kind, *learned.routed[: _MOST - 1]]
+    else:
+        learned.torchs = [kind, *learned.torchs[: _MOST - 1]]
+
+
+def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """What the choices inside a layer follow from, nearly: the shapes of tensors, and which arguments there are."""
+    given = (*args, *kwargs.values())
+    shapes = [x.shape if type(x) in _PLAIN else type(x) for x in given]
+    x = given[0] if given else None
+    first = (x.dtype, x.get_device()) if isinstance(x, Tensor) else ()
+    return (*shapes, *kwargs, *first, _grad_enabled(), autocasting(), _entered())
+
+
+def _pays(op: Op, lowered: tuple) -> bool:
+    """Whether an op gains more than its host time by a route; remembered for all layers with such calls."""
+    facts = tuple(
+        (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
+        for x in lowered
+    )
+    mark = op.dispatch_cache.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]
+    key = (mark, *facts, *_kind(lowered[0])[3:])
+    pays = _answers.get(key)
+    if pays is None:
+        if len(_answers) >= _MOST_ANSWERS:
+            _answers.clear()
+        pays = _answers[key] = gains(op.explain(lowered))
+    return pays
+
+
+def gains(verdict: Verdict) -> bool:
+    """Whether what was chosen gains more than it costs the host to ask; a pin always does.
+
+    >>> import torch, turnout
+    >>> x, weight = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 1, 1)
+    >>> gains(turnout.explain(turnout.conv2d, x, weight))
+    False
+    """
+    if verdict.chosen == REFERENCE:
+        return verdict.authority == "pin"
+    ours, torchs = verdict.microseconds.get(verdict.chosen), verdict.microseconds[REFERENCE]
+    return verdict.authority == "pin" or ours is None or torchs is None or torchs - ours >= ASKING_US
+
+
+def forget(layers: Any) -> None:
+    """Drop what these have learned."""
+    for layer in layers:
+        _learned.pop(id(layer), None)

@@ -1,0 +1,89 @@
+"""Hand launches to a process that compiles them, and stop it when nobody waits any more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from turnout.launch.ahead import Spec
+from turnout.routing.device import Device
+from turnout.warming.worker import Answer, Request
+
+# The parent's own path: a user's program may have changed it, and its main module is not to be imported again.
+_START = "import sys; sys.path[:] = sys.argv[1:]; from turnout.warming.worker import main; main()"
+_MEMORY = 2**30  # bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
+_PATIENCE = 5.0  # seconds
+
+
+def most_jobs() -> int:
+    """As many processes as this one may use cores, and as fit into the memory that is free."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return max(1, min(cores, pages // _MEMORY))
+    return cores
+
+
+class Compiler:
+    """A process that compiles. It imports torch and Triton as soon as it is made, while launches are planned.
+
+    Left, it is gone, and so are those that it has forked: also by Ctrl-C, and where this process is killed.
+    """
+
+    def __init__(self) -> None:
+        self.said = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", _START, *filter(None, sys.path), os.getcwd()]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and all that it has begun."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        if self.process.poll() is None and hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait(_PATIENCE)
+        self.process.stdout.close()
+        self.said.close()
+
+    def answers(self, specs: list[Spec], device: Device, *, check: bool, jobs: int) -> Iterator[Answer | int]:
+        """What became of each kernel, and how many of them are missing, told as soon as that is known."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            pickle.dump(Request(specs, device, check, jobs), self.process.stdin)
+            self.process.stdin.flush()
+            while (answer := pickle.load(self.process.stdout)) is not None:
+                yield answer
+        except (EOFError, OSError) as failure:
+            self.process.wait(_PATIENCE)
+            self.said.seek(0)
+            said = self.said.read().decode(errors="replace").strip().splitlines()
+            last = said[-1] if said else f"status {self.process.returncode}"
+            raise RuntimeError(f"the process that compiles has ended: {last}") from failure
+
+
+def can_compile() -> bool:
+    """Whether another Python like this one can be started: not from within a program that embeds it."""
+    return bool(sys.executable) and Path(sys.executable).is_file()
