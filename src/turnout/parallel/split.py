@@ -292,7 +292,7 @@ class Split:
             for i in seen:
                 if margin:
                     x = given[i].narrow(axis, margin, given[i].shape[axis] - 2 * margin)
-                    given[i] = exchange.all_gather(_dense(x, given[i], axis), axis)
+                    given[i] = exchange.all_gather(dense(x, given[i], axis), axis)
                 elif given[i] is not None:
                     given[i] = self._whole(given[i])
             if margin:
@@ -301,7 +301,7 @@ class Split:
                 given[at["residual"]] = exchange.all_gather(given[at["residual"]], axis)
             with self.plainly():
                 y = op.reference(*given) if chosen == REFERENCE else op(*given)
-            return _dense(exchange.own(y, axis), y, axis)
+            return dense(exchange.own(y, axis), y, axis)
 
         return (op.name, chosen, problem), Way(part, whole, is_known)
 
