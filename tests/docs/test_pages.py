@@ -157,6 +157,16 @@ def test_every_device_with_results_is_in_the_navigation():
     assert set(docs_pages.notes()["devices"]) == set(docs_pages.slugs())
 
 
+def test_the_readme_names_every_known_family_of_models():
+    from turnout.models.accelerate import MODELS
+
+    said = (ROOT / "README.md").read_text().split("Known models:")[1].split("\n\n")[0]
+    words = re.sub(r"[^a-z0-9]", "", said.lower())
+    families = {key.split(".")[-2] for key in MODELS}
+    names = {re.sub(r"autoencoder_kl_?|transformer_|modeling_|_video|_", "", family) for family in families}
+    assert sorted(name for name in names if name not in words) == []
+
+
 def test_every_public_name_is_in_the_reference():
     page = (DOCS / "reference" / "python.md").read_text()
     documented = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
