@@ -5,7 +5,7 @@ STAMP := .venv/.made
 TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
 WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup docs demo test test-latest fault-test fuzz compile-all lint gpu-test race clean
+.PHONY: setup docs demo test test-latest parallel-test fault-test fuzz compile-all lint gpu-test race clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,10 @@ $(LATEST_STAMP): pyproject.toml
 
 test-latest: $(LATEST_STAMP)
 	OMP_WAIT_POLICY=passive $(LATEST) -m pytest -q -n 2 --dist worksteal
+
+# Several ranks in their long form: every model, size, axis, dtype and number of ranks.
+parallel-test: setup
+	OMP_WAIT_POLICY=passive TURNOUT_PARALLEL=all $(RUN) -m pytest -q -n 2 --dist worksteal --timeout 3600 tests/parallel
 
 # The tests of faults in their long form, a line of counts for each: 500 signals of each kind to every CPU route,
 # 10,000 patterns of overlap to every op and CPU route that writes, 100,000 calls with ever new shapes, every public

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.walk import OPS, listed, random_call
+from tests.walk import OPS, random_call
 from turnout.bench.sweep import commit, keep_row, versions
 from turnout.measure.verify import Trial, outputs, relative_error, rolled
 from turnout.routing.case import laid_like
@@ -155,12 +155,12 @@ def lay_out(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
 def sprinkle(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
     """Put a few values into tensors that are not finite, or at the edge of what their dtype holds.
 
-    An op's cases may list arguments that stay `ORDINARY`, as torch's own kernels are of two minds about others:
+    An op's cases may list arguments that stay `ordinary`, as torch's own kernels are of two minds about others:
     an infinite weight that meets the zeros of the padding, an infinite key that a query does not see. What a
     huge weight leaves of the digits of others differs too, between sums and Winograd's.
     """
     kind = draw.choice(("NaN", "Inf", "NaN and Inf", "edges"))
-    ordinary, names = listed(op, "ORDINARY"), list(op.signature.parameters)
+    ordinary, names = op.declared_cases.ordinary, list(op.signature.parameters)
     tensors = [i for i, x in enumerate(args) if isinstance(x, Tensor) and names[i] not in ordinary]
     if not tensors:
         return args, "no place for others"

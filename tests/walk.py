@@ -1,9 +1,9 @@
 """What every layer walks: ops, their routes, and random calls. A declared route is covered by all of them."""
 
 import functools
-import importlib
 import itertools
 import random
+import re
 
 import pytest
 import torch
@@ -24,16 +24,15 @@ contractions = pytest.mark.parametrize("op", [OPS[name] for name in ("dot", "inn
 
 def random_call(op, seed, device):
     """The reference's arguments of a random valid call."""
-    made = importlib.import_module(op._cases).random_call(random.Random(seed), device)
-    return op.arguments(*made)
+    return op.arguments(*op.declared_cases.random_call(random.Random(seed), device))
 
 
 def equal(op, run, args):
     """Whether a run gives what the reference gives: outputs and what it writes into, values, dtypes, strides.
 
-    Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes roots says `INEXACT` in its cases
-    and is held to `close` instead."""
-    if getattr(importlib.import_module(op._cases), "INEXACT", False):
+    Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes roots says in its cases that
+    it is not `exact`, and is held to `close` instead."""
+    if not op.declared_cases.exact:
         return Trial(op, args).complaint("close", run) is None
     found, expected = outputs(op, run, args), outputs(op, op.reference, args)
     alike = [x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride()) for x, y in zip(found, expected)]  # noqa: B905
@@ -93,9 +92,9 @@ def takes(op, route, target):
     return any(not any(route.refuses(problem, target)) for problem in problems(op))
 
 
-def listed(op, name):
-    """Routes that an op's cases list: `NOT_OURS` only call kernels of torch, with nothing to compile; `GLUON` has no interpreter."""
-    return getattr(importlib.import_module(op._cases), name, ())
+def runs_on_numba(route):
+    """Whether a route's kernels are Numba's: they lie in files for a CPU."""
+    return any("cpu" in re.split(r"[._]", kernel.partition(":")[0]) for kernel in route.kernels)
 
 
 def _parametrised(pairs):
@@ -106,11 +105,11 @@ ALL = [(op, route) for op in OPS.values() for route in op.routes.values()]
 routes = _parametrised(ALL)
 ON_GPU = [(op, route) for op, route in ALL if takes(op, route, H200)]
 gpu_routes = _parametrised(ON_GPU)
-LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in listed(op, "NOT_OURS")]
+LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in op.declared_cases.of_torch]
 launching_routes = _parametrised(LAUNCHING)
 prepared_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is not None])
 planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is prepare_from_plan])
-triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in listed(op, "GLUON")])
+triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in op.declared_cases.not_interpreted])
 ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
 cpu_routes = _parametrised(ON_CPU)
-numba_routes = _parametrised([(op, route) for op, route in ON_CPU if any("cpu_kernels" in kernel for kernel in route.kernels)])
+numba_routes = _parametrised([(op, route) for op, route in ON_CPU if runs_on_numba(route)])

@@ -157,6 +157,16 @@ def test_every_device_with_results_is_in_the_navigation():
     assert set(docs_pages.notes()["devices"]) == set(docs_pages.slugs())
 
 
+def test_the_readme_names_every_known_family_of_models():
+    from turnout.models.accelerate import MODELS
+
+    said = (ROOT / "README.md").read_text().split("Known models:")[1].split("\n\n")[0]
+    words = re.sub(r"[^a-z0-9]", "", said.lower())
+    families = {key.split(".")[-2] for key in MODELS}
+    names = {re.sub(r"autoencoder_kl_?|transformer_|modeling_|_video|_", "", family) for family in families}
+    assert sorted(name for name in names if name not in words) == []
+
+
 def test_every_public_name_is_in_the_reference():
     page = (DOCS / "reference" / "python.md").read_text()
     documented = set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
@@ -217,6 +227,8 @@ def test_keys_of_bench(tmp_path):
     assert {key for row in told for key in row} == keys - {"wrong"}
     [told] = printed("bench", "router")
     assert all(f"`{key}`" in section for row in told.values() for key in row)
+    [told] = printed("bench", "refit", "--device", "h200")
+    assert all(f"`{key}`" in section for constant in told for key in constant)
     [told] = printed("bench", "dot", "--missing", "--device", "4090")
     assert all(set(row) == {"op", "case"} for row in told)
 

@@ -19,7 +19,7 @@ import torch
 
 import turnout
 from tests.faults.aliasing import WRITING, Pattern
-from tests.walk import random_call
+from tests.walk import random_call, runs_on_numba
 from turnout.routing import failures
 from turnout.routing.choose import Refused
 from turnout.routing.device import Device
@@ -95,7 +95,7 @@ def injected(op, run, monkeypatch, **changes):
 
 CPU_ROUTES = [
     (op, name) for op in WRITING for name, route in op.routes.items()
-    if any("cpu_kernels" in kernel for kernel in route.kernels)
+    if runs_on_numba(route)
 ]  # fmt: skip
 
 

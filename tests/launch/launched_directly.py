@@ -44,6 +44,9 @@ PREPARED = {
     "spatial_norm_silu": ("gapped-rows",),
     "causal_conv1d_update": ("one-launch",),
     "selective_scan_update": ("one-launch",),
+    "selective_scan": ("one-launch",),
+    "causal_conv1d": ("channel-first", "channel-last"),
+    "attention": ("flash-triton", "wide-head-hopper"),
 }
 
 
@@ -56,6 +59,7 @@ def convolutions():
     bias = torch.zeros(96, dtype=torch.bfloat16)
     small, film, taps = image(1, 64, 20, 30), image(1, 64, 3, 20, 30), image(96, 64, 3, 3, 3)
     yield "conv2d", "implicit-gemm-hopper", (small, image(96, 64, 3, 3), bias, 1, 1)
+    yield "conv2d", "implicit-gemm", (small, image(96, 64, 3, 3), bias, 2, 1)
     yield "conv2d", "narrow-out-hopper", (small, image(3, 64, 3, 3), None, 1, 1)
     yield "conv3d", "implicit-gemm-hopper", (film, taps, None, 1, 1, 1, 1, image(1, 96, 3, 20, 30))
     yield "causal_conv3d", "implicit-gemm-hopper", (film, taps, bias, image(1, 64, 2, 20, 30), 1, 1)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import turnout
-from tests.models.test_models import Calls, close
+from tests.models.test_models import close, counted_calls
 from tests.models.zoo import random
 from turnout.models import blocks
 
@@ -39,7 +39,7 @@ def agrees(model, run, share=2e-5):
     torch.manual_seed(1)
     stock = run(model)
     torch.manual_seed(1)
-    with turnout.accelerated(model), Calls() as count:
+    with turnout.accelerated(model), counted_calls() as count:
         close(run(model), stock, share)
     return count
 
@@ -159,7 +159,7 @@ def test_wan_blocks(cross_attn_norm, each_token, dtype):
     x, text, turns = random(2, 9, 24).to(dtype), random(2, 4, 24).to(dtype), torch.rand(1, 9, 1, 6).repeat_interleave(2, -1)
     block.to(dtype)
     stock = block(x, text, temb, (turns.cos(), turns.sin()))
-    with turnout.accelerated(block), Calls() as count:
+    with turnout.accelerated(block), counted_calls() as count:
         fast = block(x, text, temb, (turns.cos(), turns.sin()))
     close(fast, stock, 2e-5 if dtype is torch.float32 else 2e-2)
     assert (count["layer_norm_modulate"], count["gated_add"]) == ((3, 1) if cross_attn_norm else (2, 2))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import turnout
-from tests.models.test_models import Calls, close
+from tests.models.test_models import close, counted_calls
 
 pytest.importorskip("transformers")
 
@@ -45,7 +45,7 @@ def test_steps_say_what_the_stock_ones_say(name):
         return torch.stack(model.generate(TOKENS, max_new_tokens=5, **rules).logits)
 
     stock = generated()
-    with turnout.accelerated(model), Calls() as count:
+    with turnout.accelerated(model), counted_calls() as count:
         close(generated(), stock)
     assert count["selective_scan_update"] == count["causal_conv1d_update"] > 0
 
@@ -92,7 +92,7 @@ def test_steps_with_gradients_take_the_stock_forward():
         return model(TOKENS[:, :1], cache_params=cache, use_cache=True).logits
 
     stock = step()
-    with turnout.accelerated(model), Calls() as count:
+    with turnout.accelerated(model), counted_calls() as count:
         close(step(), stock)
     assert count["selective_scan_update"] == count["causal_conv1d_update"] == 0
 
@@ -201,7 +201,7 @@ def test_decorators_of_the_stock_forward_are_kept():
             moved.append("out")
             return output
 
-    with Calls() as count:
+    with counted_calls() as count:
         mixer = model.backbone.layers[0].mixer
         mixer.conv1d._hf_hook = Hook()
         close(model(TOKENS).logits, stock)

@@ -1,5 +1,6 @@
 """Each model that is known, tiny, on the CPU: accelerated it says what it said before, and restored it is what it was before."""
 
+import contextlib
 import copy
 import pickle
 
@@ -9,34 +10,23 @@ import torch
 import turnout
 from tests.models.zoo import CLIPS, ZOO, made, random, tokens
 from turnout.models.patch import patched
-from turnout.routing.op import OPS
+from turnout.routing.op import OPS, watched
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 every = pytest.mark.parametrize("name", ZOO)
 decoders = pytest.mark.parametrize("name", CLIPS)
 
 
-class Calls:
+@contextlib.contextmanager
+def counted_calls():
     """Counts the calls of each op."""
+    count = dict.fromkeys(OPS, 0)
 
-    def __enter__(self):
-        self.count = dict.fromkeys(OPS, 0)
-        self.before = {op: op.call for op in OPS.values()}
+    def watch(op, args):
+        count[op.name] += 1
 
-        def counted(op, call):
-            def run(*args):
-                self.count[op.name] += 1
-                return call(*args)
-
-            return run
-
-        for op, call in self.before.items():
-            op.call = counted(op, call)
-        return self.count
-
-    def __exit__(self, *error):
-        for op, call in self.before.items():
-            op.call = call
+    with watched(watch, every_call=True):
+        yield count
 
 
 def close(found, expected, share=2e-5):
@@ -52,7 +42,7 @@ def test_accelerated_agrees_and_restored_is_the_same(name):
     state, attributes = {key: value.clone() for key, value in model.state_dict().items()}, _attributes(model)
     stock = call(model)
     report = turnout.accelerate(model)
-    with Calls() as count:
+    with counted_calls() as count:
         fast = call(model)
     assert count[op] > 0
     close(fast, stock)
@@ -217,7 +207,7 @@ def test_generation(name):
         return torch.stack(model.generate(tokens(), max_new_tokens=6, **settings).logits)
 
     stock = generated()
-    with turnout.accelerated(model), Calls() as count:
+    with turnout.accelerated(model), counted_calls() as count:
         close(generated(), stock)
     assert count["causal_conv1d_update"] > 0
 
@@ -238,7 +228,7 @@ def test_a_backend_the_user_chose_keeps_the_attention():
     stock = ZOO["flux"][1](model)
     turnout.accelerate(model)
     model.set_attention_backend("_native_math")
-    with Calls() as count:
+    with counted_calls() as count:
         close(ZOO["flux"][1](model), stock)
     assert count["attention"] == 0
     assert count["norm_rope"] > 0

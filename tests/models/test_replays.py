@@ -854,6 +854,15 @@ def test_graphs_are_bounded_and_the_least_recently_used_goes(small):
     assert replays.replayed == before + 1
 
 
+def test_numbers_that_are_others_in_every_call_cost_few_captures(small):
+    model, replays, x = small(lambda model, x, scale: x * scale)
+    for _ in range(4):
+        for scale in range(50):  # a timestep that is no tensor
+            assert torch.equal(model(x, scale), x * scale)
+    assert replays.captured == 2 * replays_module.MOST_GRAPHS
+    assert any("is a number, or a tensor on the host, another one" in line for line in replays.lines())
+
+
 def test_restore_frees_graphs_and_gives_the_class_back(graphed):
     graphed.warm()
     engine = weakref.ref(graphed.replays._engine)

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import turnout
-from tests.models.test_models import Calls, close
+from tests.models.test_models import close, counted_calls
 from turnout.models import patch, rebinding, routed, sdpa
 from turnout.models.sdpa import scaled_dot_product_attention
 
@@ -159,7 +159,7 @@ def math():
 
 
 def takes_a_route(*args, **kwargs):
-    with Calls() as count:
+    with counted_calls() as count:
         scaled_dot_product_attention(*args, **kwargs)
     return bool(count["attention"])
 
@@ -193,7 +193,7 @@ def test_what_the_op_cannot_take_is_torchs_also_after_calls_that_it_can(of_a_rou
         ((q, q, q, random(17, 17, **HALF)), {"is_causal": True}), ((q[0], q[0], q[0]), {}),
         ((q, q, q), {"enable_gqa": 0}),
     ):  # fmt: skip
-        with Calls() as count:
+        with counted_calls() as count:
             agree(*args, **kwargs)
         assert count["attention"] == 0
 
@@ -407,10 +407,10 @@ def test_stock_code_reaches_ours_by_its_names(cls):
     report = turnout.accelerate(layer)
     assert len(report.patched) == 1
     for _ in range(2):
-        with Calls() as count:
+        with counted_calls() as count:
             close(layer(x), expected)
         assert count["attention"] == REACHED[cls]
-    with Calls() as count:
+    with counted_calls() as count:
         close(cls()(x), expected)
     assert count["attention"] == 0  # other instances do not notice
     turnout.restore(layer)
@@ -483,7 +483,7 @@ def test_what_is_assigned_later_is_heard(monkeypatch):
         other.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: "theirs")
         assert layer(x) == "theirs"
         assert DirectAttention()(x) == "theirs"
-    with Calls() as count:
+    with counted_calls() as count:
         layer(x)
     assert count["attention"] == 1
     with monkeypatch.context() as other:
@@ -576,7 +576,7 @@ def test_a_unet_runs_without_a_mode():
     report = turnout.accelerate(model)
     attentions = sum("AttnProcessor2_0" in entry.name for entry in report.patched)
     assert attentions == len(model.attn_processors)
-    with Calls() as count:
+    with counted_calls() as count:
         close(model(x, 1, text).sample, expected)
     assert count["attention"] == attentions
     with Mode():
@@ -649,7 +649,7 @@ def test_attention_of_diffusers_and_transformers_is_found(inside):
     for model, call in calls.items():
         expected = call()
         # diffusers keeps the backend that another model was given last
-        with turnout.accelerated(model), attention_backend("native"), inside(), Calls() as count:
+        with turnout.accelerated(model), attention_backend("native"), inside(), counted_calls() as count:
             found = call()
         close(found, expected)
         assert (count["attention"] > 0) is (inside is contextlib.nullcontext)

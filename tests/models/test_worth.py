@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import turnout
-from tests.models.test_models import Calls
+from tests.models.test_models import counted_calls
 from turnout.models import worth
 from turnout.routing.op import OPS, forget_choices
 
@@ -63,7 +63,7 @@ def test_what_was_learned_is_forgotten_with_the_choices(op):
 def test_who_watches_sees_every_call(op):
     layer, x = made(op)
     layer(x)
-    with Calls():
+    with counted_calls():
         assert not worth.is_torch(layer, OPS[op], x)
 
 
@@ -171,7 +171,7 @@ def test_attention_that_is_torchs_runs_the_stock_code(monkeypatch):
     kind = worth.kind_of_call((x,), {})
     assert worth.knows(layer, OPS["attention"], kind)
     assert not worth.knows(layer, OPS["attention"], worth.kind_of_call((x[:1],), {}))
-    with Calls() as count:  # whoever watches sees it
+    with counted_calls() as count:  # whoever watches sees it
         layer(x)
     assert count["attention"] == 1
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args, **kwargs: "theirs")

@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 
+from turnout.launch import start
 from turnout.measure.verify import Trial, truth
 from turnout.ops.attention import ATTENTION, like_queries, routes
-from turnout.ops.attention.launches import run_combine, run_flash
+from turnout.ops.attention.launches import combine_launch, run_flash
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:divide by zero encountered"),
@@ -120,7 +121,7 @@ def test_parts_are_joined():
     maxima[1, 2], sums[1, 2], parts[1, 2] = -torch.inf, 0.0, 0.0
     maxima[:, 3], sums[:, 3], parts[:, 3] = -torch.inf, 0.0, 0.0
     out = torch.empty(2, 5, 3, 320).transpose(1, 2)
-    run_combine(parts, maxima, sums, out)
+    start(combine_launch(parts, maxima, sums, out))
     weights = torch.exp2(maxima - maxima.amax(0).nan_to_num(neginf=0.0))
     expected = (weights[..., None] * parts).sum(0) / (weights * sums).sum(0).clamp(min=1e-30)[..., None]
     torch.testing.assert_close(out, expected.view(2, 3, 5, 320))

@@ -1,7 +1,6 @@
 """What the walkers do not ask of the GPU routes of causal_conv1d, its update and its backward: the activation, NaN, wrong ends. In Triton's
 interpreter, on CPU tensors, collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
 
-import importlib
 import random
 
 import pytest
@@ -29,7 +28,7 @@ def taken_calls(op, route, first, count):
     """The first `count` random calls that the route takes; backwards are slow here."""
     found = 0
     for seed in range(first, first + 1000):
-        args = op.arguments(*importlib.import_module(op._cases).random_call(random.Random(seed), CPU))
+        args = op.arguments(*op.declared_cases.random_call(random.Random(seed), CPU))
         half = any(isinstance(x, torch.Tensor) and x.dtype is torch.bfloat16 for x in args)
         if not half and args[0].numel() <= 1000 and not any(route.refuses(op.problem(*args), H200)):
             yield args

@@ -1,7 +1,6 @@
 """causal_conv1d, its update and its backward, on a CPU: against a plain loop in float64, which knows nothing of how they work."""
 
 import functools
-import importlib
 import itertools
 import random
 import subprocess
@@ -122,7 +121,7 @@ def test_against_a_plain_loop(layout, dtype, packing):
 def test_cpu_routes_are_exact_on_small_integers(op, route):
     seen = 0
     for seed in range(150):
-        args = op.arguments(*importlib.import_module(op._cases).random_call(random.Random(seed), torch.device("cpu")))
+        args = op.arguments(*op.declared_cases.random_call(random.Random(seed), torch.device("cpu")))
         if not any(route.refuses(op.problem(*args), CPU)):
             for found, expected in zip(outputs(op, route.run, args), outputs(op, op.reference, args), strict=True):
                 assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
@@ -380,7 +379,7 @@ def test_opcheck_with_the_route_pinned(op, route):
     torch.use_deterministic_algorithms(False)
     seen = 0
     for seed in range(200):
-        args = op.arguments(*importlib.import_module(op._cases).random_call(random.Random(seed), torch.device("cpu")))
+        args = op.arguments(*op.declared_cases.random_call(random.Random(seed), torch.device("cpu")))
         if not any(route.refuses(op.problem(*args), CPU)):
             with turnout.pin(**{op.name: route.name}):
                 torch.library.opcheck(op.opaque, outputs_kept(op, args))
@@ -401,14 +400,14 @@ def outputs_kept(op, args):
 def test_opcheck_of_the_backward():
     torch.use_deterministic_algorithms(False)
     for seed in (0, 1, 5, 8):
-        args = importlib.import_module(CAUSAL_CONV1D_BACKWARD._cases).random_call(random.Random(seed), torch.device("cpu"))
+        args = CAUSAL_CONV1D_BACKWARD.declared_cases.random_call(random.Random(seed), torch.device("cpu"))
         torch.library.opcheck(CAUSAL_CONV1D_BACKWARD.opaque, args)
 
 
 def test_backward_is_the_vector_jacobian_product_of_the_forward():
     """Of random calls in float64, with and without the activation; the formulas are written out, torch.func derives its own."""
     for seed in range(120):
-        args = importlib.import_module(CAUSAL_CONV1D_BACKWARD._cases).random_call(random.Random(seed), torch.device("cpu"))
+        args = CAUSAL_CONV1D_BACKWARD.declared_cases.random_call(random.Random(seed), torch.device("cpu"))
         grad, grad_final, *call = (
             torch.randn_like(t, dtype=torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t for t in args
         )

@@ -8,7 +8,7 @@ import torch
 
 import turnout
 from tests.parallel.matrix import CLIPS, LATENTS, cases, model, random, said
-from turnout.models import DecodeStream
+from turnout.models import DecodeStream, frames
 from turnout.parallel import Fake, Lockstep, distribute
 from turnout.parallel.split import Split
 from turnout.routing.op import TurnoutWarning
@@ -157,6 +157,22 @@ def test_hooks_and_layers_put_there_later_see_their_parts():
     turnout.restore(vae)
     turnout.accelerate(vae)
     assert torch.equal(split, vae.decode(z).sample)
+
+
+@pytest.mark.parametrize("split", ["height", "width"])
+@torch.no_grad()
+def test_large_frames_in_rings_give_the_bits_of_one_process(monkeypatch, split):
+    """A part is smaller than what counts as large; the whole decides."""
+    monkeypatch.setitem(frames.LARGE, "cpu", 40 * 48)
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 5, 5, 6, dtype=torch.bfloat16)
+    used = []
+    convolve = frames.Ring.convolve
+    monkeypatch.setattr(frames.Ring, "convolve", lambda self, *args: used.append(self.margins) or convolve(self, *args))
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(3), split=split)
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, alone)
+    assert set(used) == {(0, 0), (1, 0) if split == "height" else (0, 1)}
 
 
 @pytest.mark.parametrize("gather", ["all", "first", "none"])

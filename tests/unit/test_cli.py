@@ -26,7 +26,7 @@ def in_process(*words):
 
 
 def test_help_has_examples():
-    said, commands = turnout("--help"), ("doctor", "explain", "bench", "tune", "race")
+    said, commands = turnout("--help"), ("doctor", "explain", "bench", "tune", "race", "warm")
     assert all(command in said for command in commands)
     assert all("Example" in turnout(command, "--help") for command in commands)
 
@@ -97,7 +97,7 @@ def test_explain_takes_every_public_call():
 MISTAKES = [
     (("explain", "zzz"), "op 'zzz' is not known; one of:"),
     (("explain", "atention"), "op 'atention' is not known; did you mean attention? One of:"),
-    (("explain", "dot", "--a", "3"), "missing a required argument: 'b'"),
+    (("explain", "dot", "--a", "3"), "missing a required argument: 'b'; it takes a, b: turnout explain dot --a"),
     (("explain", "dot", "--a", "x", "--b", "3"), "--a x: shapes are whole numbers with commas"),
     (("explain", "dot", "--a", "3:bf17", "--b", "3"), "dtype 'bf17' is not known; did you mean bf16?"),
     (("explain", "dot", "--a", "3", "--b", "4"), "dot: inconsistent tensor size"),

@@ -1,10 +1,12 @@
-"""Run by test_first_call.py: a model's first calls on a card that a stand-in driver pretends, and what they compile.
+"""Run by tests, in a process of its own: a model's first calls, and what they compile. "card": on a card; "stand-in": on
+one that a stand-in driver pretends.
 
-Here tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on a card:
+There tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on a card:
 routes are chosen and bound, addresses are real ones, kernels are loaded and launched into the stand-in driver. Prints
 a line of JSON for each call: how many kernels Triton compiled, and how many it found in its cache.
 """
 
+import contextlib
 import json
 import sys
 import types
@@ -56,22 +58,31 @@ def pretend_a_card():
     torch._C._cuda_isCurrentStreamCapturing = lambda: False
 
 
-def main():
+def stand_in():
+    """Everything that a card and its driver are asked, answered without one."""
     pretend_a_card()
-    from triton import knobs
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    from tests.warming.things import CALLS
     from turnout.race import models
 
     models.is_planning = lambda: True  # its inputs are drawn without a generator on the card
     driver.set_active(CudaDriver())
+    return OnTheHost()
+
+
+def main():
+    on_a_card, *names = sys.argv[1:]
+    mode = contextlib.nullcontext() if on_a_card == "card" else stand_in()
+    from triton import knobs
+
+    from tests.warming.things import CALLS
+
     seen = []
     knobs.compilation.listener = lambda src, cache_hit, **more: seen.append(cache_hit)
-    for name in sys.argv[1:]:
+    for name in names:
         seen.clear()
-        with OnTheHost(), torch.no_grad():
+        with mode, torch.no_grad():
             CALLS[name](CARD)()
         print(json.dumps({"name": name, "compiled": seen.count(False), "found": seen.count(True)}), flush=True)
 

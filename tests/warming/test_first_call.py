@@ -20,34 +20,52 @@ from turnout.warming.warmed import card_named, compile_specs
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-H200 = "h200"
 
 
-def planned(name):
-    """What the first call of a model launches, found without running it."""
-    with planning(card_named(H200)) as launches, torch.no_grad():
-        CALLS[name](PRETENDED)()
-    return specs_of(launches)
+def compiled_ahead(device):
+    """All calls of `things`, planned and compiled for a card."""
+    card = card_named(device)
+    specs = []
+    for make in CALLS.values():
+        with planning(card) as launches, torch.no_grad():
+            make(PRETENDED)()
+        specs += specs_of(launches)
+    with Compiler() as compiler:
+        return compile_specs(compiler, specs, card, jobs=2, check=False, progress=None, begun=time.perf_counter())
 
 
-def on_the_stand_in(libcuda):  # noqa: F811
-    """The first calls on a card that a stand-in driver pretends: what each compiles, and what it finds."""
-    found = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "OMP_NUM_THREADS": "1"}
+def first_calls(where, **environment):
+    """The same calls in a fresh process: what each compiles, and what it finds in the cache."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "tests.warming.first_call", *CALLS]
-    done = subprocess.run(command, env={**os.environ, **found, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    command = [sys.executable, "-m", "tests.warming.first_call", where, *CALLS]
+    done = subprocess.run(
+        command, env={**os.environ, **environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, cwd=ROOT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_first_calls_ask_for_exactly_what_warm_compiled(libcuda, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    specs = [spec for name in CALLS for spec in planned(name)]
-    with Compiler() as compiler:
-        warmed = compile_specs(compiler, specs, card_named(H200), jobs=2, check=False, progress=None, begun=time.perf_counter())
+def check(warmed, calls):
+    """Nothing was compiled by the calls, nothing in vain before."""
     assert warmed.ready
     assert len(warmed.named("compiled")) == len(warmed.kernels) > 25
-    calls = on_the_stand_in(libcuda)
     assert [call["name"] for call in calls] == list(CALLS)
     assert [call for call in calls if call["compiled"]] == []
-    assert sum(call["found"] for call in calls) == len(warmed.kernels)  # so nothing was compiled in vain
+    assert sum(call["found"] for call in calls) == len(warmed.kernels)
+
+
+@pytest.mark.timeout(600)
+def test_first_calls_ask_for_exactly_what_warm_compiled(libcuda, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "OMP_NUM_THREADS": "1"}
+    check(compiled_ahead("h200"), first_calls("stand-in", **found))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_first_calls_on_a_card_compile_nothing_after_warm(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    warmed, calls = compiled_ahead(None), first_calls("card")
+    assert warmed.ready
+    assert [call["name"] for call in calls] == list(CALLS)
+    assert [call for call in calls if call["compiled"]] == []

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from turnout import ops
+from turnout.measure.timer import host_us
 from turnout.routing.op import OPS
 
 _CALLS, _ROUNDS = 1000, 25
@@ -49,19 +49,12 @@ def _launches(device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, calls: int = _CALLS) -> dict[str, float]:
-    samples = [(_per_call(theirs, args, calls), _per_call(ours, args, calls)) for _ in range(_ROUNDS + 2)][2:]
+    device = args[0].device
+    pairs = ((host_us(theirs, args, calls, device), host_us(ours, args, calls, device)) for _ in range(_ROUNDS + 2))
+    samples = list(pairs)[2:]
     added = statistics.median(mine - their for their, mine in samples)
     return {
         "torch_us": round(statistics.median(s[0] for s in samples), 3),
         "turnout_us": round(statistics.median(s[1] for s in samples), 3),
         "added_us": round(added, 3),
     }
-
-
-def _per_call(run: Callable[..., Any], args: tuple, calls: int) -> float:
-    if args[0].is_cuda:
-        torch.cuda.synchronize(args[0].device)
-    before = time.perf_counter()
-    for _ in range(calls):
-        run(*args)
-    return 1e6 * (time.perf_counter() - before) / calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import platform
@@ -77,9 +76,9 @@ def sweep_case(
         else:
             wrong[route.name] = why
     runs[REFERENCE] = op.reference
-    module = importlib.import_module(op._cases)
-    peers = {f"peer:{name}": run for name, run in module.PEERS.items()} if with_peers else {}
-    bounds = {f"bound:{name}": run for name, run in getattr(module, "BOUNDS", {}).items()}  # such as a plain copy of the same size
+    declared = op.declared_cases
+    peers = {f"peer:{name}": run for name, run in declared.peers.items()} if with_peers else {}
+    bounds = {f"bound:{name}": run for name, run in declared.bounds.items()}
     why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
     if why is not None:
         return {"op": op.name, "case": case.name, "dtype": plain(case.dtype), "chosen": verdict.chosen, "wrong": {"turnout": why}}
@@ -143,8 +142,10 @@ def sweep(
 
 
 def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
-    """The cases whose name contains `only` and that are worth timing on a device. Tiny ones are where they are asked for."""
-    return [case for case in op.cases() if only in str(case) and (case.timed_on(device.type) or "tiny" in only)]
+    """The cases whose name contains `only` and that are worth timing on a device; where a name has none, those that
+    are only for tests."""
+    named = [case for case in op.cases() if only in str(case)]
+    return [case for case in named if case.timed_on(device.type)] or [case for case in named if not case.timed]
 
 
 def missing(op: Op, case: Case, device: torch.device) -> bool:

@@ -51,8 +51,8 @@ def explain(
         check_shapes(op, **arguments)
         verdict = ask(op, **arguments, device=card)
     except TypeError as mistake:
-        example = "turnout explain matmul --a 1,4096 --b 4096,1"
-        raise ValueError(f"{op}: {mistake}; for example: {example}") from mistake
+        example = f"turnout explain {op} --{next(iter(parameters))} 1,4096 ..."
+        raise ValueError(f"{op}: {mistake}; it takes {', '.join(parameters)}: {example}") from mistake
     print(verdict.json() if json else verdict)
 
 

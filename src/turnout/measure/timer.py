@@ -35,6 +35,42 @@ class Timing(NamedTuple):
     host_us: float
 
 
+class CallTime(NamedTuple):
+    """Milliseconds of one call: until it returned, and until its device had done it; and what it gave."""
+
+    host_ms: float
+    ms: float
+    output: Any
+
+
+def time_call(run: Callable[[], Any], device: torch.device) -> CallTime:
+    """Time one long call, such as that of a whole model; nothing else runs on the device.
+
+    >>> time_call(lambda: 1 + 1, torch.device("cpu")).output
+    2
+    """
+    _synchronize(device)
+    before = time.perf_counter()
+    output = run()
+    host = time.perf_counter() - before
+    _synchronize(device)
+    return CallTime(1e3 * host, 1e3 * (time.perf_counter() - before), output)
+
+
+def host_us(run: Callable[..., Any], args: tuple, calls: int, device: torch.device) -> float:
+    """Microseconds the host takes for each of so many calls in a row, which wait for nothing."""
+    _synchronize(device)
+    before = time.perf_counter()
+    for _ in range(calls):
+        run(*args)
+    return 1e6 * (time.perf_counter() - before) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def time_variants(
     variants: Mapping[str, Callable[..., Any]], inputs: Sequence[tuple], device: torch.device, *,
     cache: int = 0, rounds: int = 30, seconds: float = 2.0,

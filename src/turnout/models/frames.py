@@ -43,6 +43,7 @@ from torch import Tensor
 from turnout import ops
 from turnout.models.video import channels_last
 from turnout.routing.fallback import autocasts
+from turnout.routing.settings import splitting
 
 # Pixels of a frame from which on frames go one by one, by the type of the device. A GPU is full with one frame of that size; with less it
 # would wait for launches. Elsewhere it has not been measured, and frames go two by two.
@@ -171,11 +172,16 @@ class Ring:
     The end of a row of all frames is the beginning of the next one, so frames may move on and on, until the memory ends and all of it is
     moved back. Frames before the first are zeros.
 
+    On a rank of a distributed model each frame has room for the rows or columns of its neighbours around it.
+
     like: a frame `[1, C, 1, H, W]`; convolutions: how many there are, each of which takes `place` and `convolve` in turn.
     """
 
     def __init__(self, convolutions: int, like: Tensor, arranged: dict[tuple, Any]):
-        _, self.channels, _, self.height, self.width = like.shape
+        split = splitting()
+        self.margins = (0, 0) if split is None else split.ring_margins()
+        _, self.channels, _, height, width = like.shape
+        self.height, self.width = height + 2 * self.margins[0], width + 2 * self.margins[1]
         self.places = 2 * convolutions + 1
         with torch.inference_mode(False):  # may be written in and out of inference mode
             self.rows = like.new_zeros(self.places * self.height + SLACK, self.width, self.channels)
@@ -190,7 +196,9 @@ class Ring:
 
     def place(self) -> Tensor:
         """Where the next convolution's input is to be written: `[1, C, 1, H, W]`."""
-        return self.frames(self.free, 1).squeeze(3).unsqueeze(2)
+        (high, wide), frame = self.margins, self.frames(self.free, 1)
+        inside = frame[:, :, high : self.height - high, :, wide : self.width - wide]
+        return inside.squeeze(3).unsqueeze(2)
 
     def convolve(self, conv: Any, padding: tuple[int, int], residual: Tensor | None = None) -> Tensor:
         """What has been written, behind the two frames before it, through a convolution of depth 3: `[1, F, 1, H, W]`."""
@@ -198,7 +206,12 @@ class Ring:
             self.arranged[conv, "rows"] = channels_last(conv.weight.transpose(2, 3))
         beside = None if residual is None else residual.squeeze(2).unsqueeze(3)
         x, (high, wide) = self.frames(self.free - 2, 3), padding
-        y = ops.conv3d(x, self.arranged[conv, "rows"], conv.bias, padding=(high, 0, wide), residual=beside)
+        call = self.arranged[conv, "rows"], conv.bias
+        split = splitting() if any(self.margins) else None
+        if split is None:
+            y = ops.conv3d(x, *call, padding=(high, 0, wide), residual=beside)
+        else:
+            y = split.ring_convolution(x, self.frames(self.free, 1), *call, (high, 0, wide), beside)
         self.free -= 2
         if self.free == self.moved:
             self._move()

@@ -20,7 +20,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -365,7 +365,8 @@ def _random_states(device: torch.device) -> list[Any]:
 # -- calls -------------------------------------------------------------------------------------------------
 
 
-class _Graph(NamedTuple):
+@dataclasses.dataclass
+class _Graph:
     """A captured call: what replays it, where it reads and what it returned; the states that it writes."""
 
     replay: Callable[[], None]
@@ -374,6 +375,7 @@ class _Graph(NamedTuple):
     moved: list[int]  # places among the tensors of a call, of those that are copied back
     written: list[int]  # places among the states of a call
     alive: list[Tensor]  # read by the graph, and held by caches that may forget them
+    replayed: int = 0
 
 
 _SEEN = "seen once"
@@ -398,7 +400,7 @@ class Replays:
         self._snapshot: ModelSnapshot | None = None
         self._engine: Any = None
         self._running = False
-        self._changes = 0
+        self._changes = self._wasted = 0
         self._warned: set[str] = set()
         self._unfit: dict[torch.device, str | None] = {}  # why nothing of the model as it is may be captured
 
@@ -439,9 +441,13 @@ class Replays:
                 if known is _SEEN:
                     return self._capture(model, run, call, key)
         except Refused as refused:  # before anything was run
-            self.eager[str(refused)] += 1
+            self._count(str(refused))
             return self._without_graphs(run, args, kwargs)
         return self._first(run, call, key)
+
+    def _count(self, reason: str) -> None:
+        if len(self.eager) < _MOST_SEEN or reason in self.eager:
+            self.eager[reason] += 1
 
     def _without_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """The call as it would be without graphs. If memory runs out, which graphs hold some of, they go and it
@@ -511,7 +517,9 @@ class Replays:
         self._known[key] = known
         self._known.move_to_end(key)
         while len(self._known) > _MOST_SEEN:
-            self._known.popitem(last=False)
+            _, oldest = self._known.popitem(last=False)
+            if isinstance(oldest, _Graph):
+                self._engine.drain()
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -529,7 +537,7 @@ class Replays:
         before = versions()
         result = self._without_graphs(run, call.args, call.kwargs)
         with self._lock:
-            self.eager["the first of its kind"] += 1
+            self._count("the first of its kind")
             try:
                 Outputs(result, call.tensors, call.caches, set())
                 if not all(map(torch.equal, states, _random_states(call.device))):
@@ -640,9 +648,13 @@ class Replays:
 
     def _make_room(self) -> None:
         held = [key for key, known in self._known.items() if isinstance(known, _Graph)]
-        if len(held) >= MOST_GRAPHS:
-            self._engine.drain()
-            del self._known[held[0]]  # the least recently used: `_look_up` moves what is used to the end
+        if len(held) < MOST_GRAPHS:
+            return
+        if self._wasted >= MOST_GRAPHS:
+            raise Refused("too many kinds of calls: is a number, or a tensor on the host, another one each time?")
+        self._engine.drain()
+        oldest: Any = self._known.pop(held[0])  # `_look_up` moves what is used to the end
+        self._wasted = 0 if oldest.replayed else self._wasted + 1
 
     def _drop_graphs(self) -> None:
         self._engine.drain()
@@ -689,6 +701,7 @@ class Replays:
         if graph.written:
             torch.autograd.graph.increment_version([call.states[i] for i in graph.written])
         self.replayed += 1
+        graph.replayed += 1
         self._changes = 0
         return graph.outputs.handed_out(made, call)
 

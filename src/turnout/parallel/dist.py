@@ -1,8 +1,8 @@
-"""Ranks as processes: torch.distributed's groups of a 1-D `DeviceMesh`, NCCL on GPUs and gloo on CPUs.
+"""Ranks as processes: a 1-D `DeviceMesh`, NCCL on GPUs and gloo on CPUs.
 
-Tensors travel by point-to-point messages in a group of our own, so that a call which fails can be ended
-everywhere by closing that group, without touching the user's. What ranks say on the host (digests, failures)
-travels by the store through which torch.distributed started.
+Tensors travel by point-to-point messages. With NCCL they use the mesh's own group. With gloo they use
+connections of our own: closing them ends a call on all ranks, and the next call opens new ones. What ranks say
+on the host (digests, failures) travels by the store through which torch.distributed started.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from turnout.parallel.failures import RankFailed
 
+PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _POLL = 0.5  # seconds between looks at whether another rank has failed, while its answer is waited for
 _ROUNDS = 10**9  # more than anybody says between two failures
 _made = 0  # engines, which every rank makes in the same order
@@ -35,32 +36,42 @@ class Dist:
         if mesh.ndim != 1:
             raise ValueError(f"a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; it needs one: take mesh['name']")
         self.mesh, self.timeout = mesh, timeout
-        group = mesh.get_group()
-        self.members = dist.get_process_group_ranks(group)
-        self.backend = dist.get_backend(group)
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._group: Any = None
+        self.group = mesh.get_group()
+        self.backend = dist.get_backend(self.group)
+        self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._gloo: Any = None
         self._said = 0
         _made += 1
-        members = "-".join(map(str, self.members))
+        members = "-".join(map(str, dist.get_process_group_ranks(self.group)))
         # `_get_default_store` is private; a store of our own would need an address that all ranks know
         store = dist.distributed_c10d._get_default_store()
-        self._store: Any = dist.distributed_c10d.PrefixStore(f"turnout/{members}/{_made}", store)
+        self._store: Any = PrefixStore(f"turnout/{members}/{_made}", store)
         self._failed_key = "failed/0"
         self._failures = 0
+
+    def begin(self) -> None:
+        """Open the connections, if there are none: all ranks are there, or the call fails."""
+        if self.backend == "gloo" and self._gloo is None:
+            self.agree("opens connections")
+            store = PrefixStore(f"messages/{self._failures}", self._store)
+            limit = datetime.timedelta(seconds=self.timeout)
+            with self._told_why():
+                self._gloo = dist.ProcessGroupGloo(store, self.rank, self.ranks, limit)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         if not sends and not receives:
             return
-        group = self._open()
-        with self._told_why():
-            messages = [dist.P2POp(dist.isend, x, group=group, group_peer=other) for other, x in sends]
-            messages += [dist.P2POp(dist.irecv, x, group=group, group_peer=other) for other, x in receives]
+        if self.backend != "gloo":
+            messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=other) for other, x in sends]
+            messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=other) for other, x in receives]
             for work in dist.batch_isend_irecv(messages):
-                if self.backend == "nccl":
-                    work.wait()  # the stream waits, not the host
-                else:
-                    work.wait(datetime.timedelta(seconds=self.timeout))
+                work.wait()  # the stream waits, not the host
+            return
+        with self._told_why():
+            pending = [self._gloo.recv([x], other, 0) for other, x in receives]
+            pending += [self._gloo.send([x], other, 0) for other, x in sends]
+            for work in pending:
+                work.wait(datetime.timedelta(seconds=self.timeout))
 
     def agree(self, said: Any) -> list[Any]:
         self._said += 1
@@ -84,30 +95,16 @@ class Dist:
                     raise RankFailed(f"rank {rank} did not answer within {self.timeout:g} s: {failure}") from failure
 
     def fail(self, failure: BaseException) -> None:
-        """Tell all ranks that this one has failed, and close the group that they may be waiting in."""
+        """Tell all ranks that this one has failed, and close what they may be waiting at."""
         with contextlib.suppress(RuntimeError):
             if not self._store.check([self._failed_key]):
                 text = f"rank {self.rank} raised {type(failure).__name__}: {failure}"
                 self._store.set(self._failed_key, text.encode())
-        self.close()
+        self._gloo = None
         # all ranks get here: the next call begins anew, under other keys
         self._failures += 1
         self._failed_key = f"failed/{self._failures}"
         self._said = self._failures * _ROUNDS
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
-
-    def _open(self) -> Any:
-        if self._group is None:
-            self._group = dist.new_group(
-                self.members, timeout=datetime.timedelta(seconds=self.timeout), backend=self.backend,
-                use_local_synchronization=True, group_desc="turnout",
-            )  # fmt: skip
-        return self._group
 
     @contextlib.contextmanager
     def _told_why(self) -> Any:

@@ -283,6 +283,7 @@ class Distribution:
             else:
                 axis, units = self._axis(vae, name, x)
                 self._agree(engine, name, x, f"along {axis}")
+                engine.begin()
                 split = self._split(engine, axis, units)
                 assert split.settings is not None
                 own = split.exchange.own(x).clone()
@@ -307,6 +308,7 @@ class Distribution:
                 raise ValueError(f"{name}: {given} cannot be dealt out to {self.ranks} ranks; use split='auto'")
             return None
         self._agree(engine, name, x, "by samples")
+        engine.begin()
         exchange = Exchange(engine, 0, samples)
         kind = engine.rank, name, tuple(x.shape), x.dtype, settings.current()
 

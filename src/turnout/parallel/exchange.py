@@ -47,6 +47,10 @@ class Engine(Protocol):
         """What each rank says, in the order of ranks. Small, picklable, of the host."""
         ...
 
+    def begin(self) -> None:
+        """Before the first message of a call: what can fail for want of a rank fails here."""
+        ...
+
     def fail(self, failure: BaseException) -> None:
         """End this call on all ranks, because of what this one raises."""
         ...

@@ -46,5 +46,8 @@ class Fake:
     def agree(self, said: Any) -> list[Any]:
         return [said] * self.ranks
 
+    def begin(self) -> None:
+        """Nothing is opened."""
+
     def fail(self, failure: BaseException) -> None:
         """Nobody waits."""

@@ -136,6 +136,9 @@ class Rank:
             self._send(other, said)
         return [said if rank == self.rank else self._receive(rank) for rank in range(self.ranks)]
 
+    def begin(self) -> None:
+        """Nothing is opened."""
+
     def fail(self, failure: BaseException) -> None:
         """Whoever waits is told by the step that this thread belongs to."""
         if self._step.failure is None:

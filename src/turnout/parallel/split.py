@@ -65,6 +65,7 @@ class Split:
         self.caches: Any = WeakIdKeyDictionary()
         self.counts: collections.Counter[str] = collections.Counter()
         self.runs_whole: dict[tuple, bool] = {}  # kinds of calls that were compared
+        self.rings: dict[tuple, Callable[..., Any]] = {}
         self.strides: dict[tuple, tuple[int, ...]] = {}  # of what these return: where an axis is short, torch has others
         self.latest: tuple[Tensor, Tensor] | None = None  # the last input that got a halo, and what it became
         self.queries = OwnQueries(exchange)
@@ -84,6 +85,24 @@ class Split:
         if op.name in NORMS:
             return self._of(op.name, self._norm(op, args))
         raise NotImplementedError(f"turnout.{op.name} is not known to a distributed model; restore() the model to run it")
+
+    def ring_margins(self) -> tuple[int, int]:
+        """Rows and columns of room that a ring needs on each side of its frames."""
+        return (1, 0) if self.exchange.axis == -2 else (0, 1)
+
+    def ring_convolution(
+        self, x: Tensor, newest: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int], residual: Tensor | None
+    ) -> Tensor:
+        """A convolution over the frames of a ring, `[1, C, H, 3, W]` with a margin around them, of which the newest has
+        no halo yet."""
+        axis = -3 if self.exchange.axis == -2 else -1
+        margin = padding[axis]
+        self.exchange.fill_halo(newest, margin, margin, before=margin, after=margin, edge="zeros", dim=axis)
+        args = CONV3D.arguments(x, weight, bias, padding=_resized(padding, axis, 0), residual=residual)
+        key = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), bias is None, residual is None or residual.stride(), padding
+        if key not in self.rings:
+            self.rings[key] = self._of("conv3d", self._convolution(CONV3D, args, axis=axis, margin=margin))
+        return self.rings[key](*args)
 
     def torch_convolution(self, convolve: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         """torch's own convolution: the reference, whatever would be chosen."""
@@ -201,8 +220,13 @@ class Split:
             return found if same else way.whole(*args)
         return expected
 
-    def _convolution(self, op: Op, args: tuple, chosen: str | None = None) -> tuple[Any, Way]:
-        exchange, axis, names = self.exchange, self.exchange.axis, list(op.signature.parameters)
+    def _convolution(
+        self, op: Op, args: tuple, chosen: str | None = None, *, axis: int | None = None, margin: int = 0
+    ) -> tuple[Any, Way]:  # fmt: skip
+        """axis: of the split, where it is not the usual one. margin: halo rows that stand around the input in the place
+        of so much padding."""
+        exchange, names = self.exchange, list(op.signature.parameters)
+        axis = exchange.axis if axis is None else axis
         at = {name: names.index(name) for name in names}
         x, weight, residual = args[at["input"]], args[at["weight"]], args[at["residual"]]
         stride, padding, dilation = (args[at[name]][axis] for name in ("stride", "padding", "dilation"))
@@ -223,7 +247,9 @@ class Split:
             whole_rows = exchange.global_size(rows)
         key = op.key(args)
         beside = None if residual is None else exchange.global_size(residual.shape[axis])
-        problem = _scaled(key.problem, axis, whole_rows, beside)
+        problem = _scaled(key.problem, axis, whole_rows - 2 * margin, beside)
+        if margin:
+            problem = problem._replace(padding=_resized(problem.padding, axis, margin))
         run, is_known, grain = self._chosen(op, key._replace(problem=problem), chosen)
         before, after = padding, reach + 1 - stride - padding
         outer = (whole_rows + 2 * padding - reach - 1) // stride + 1
@@ -264,13 +290,18 @@ class Split:
         def whole(*args: Any) -> Tensor:
             given = list(args)
             for i in seen:
-                if given[i] is not None:
+                if margin:
+                    x = given[i].narrow(axis, margin, given[i].shape[axis] - 2 * margin)
+                    given[i] = exchange.all_gather(dense(x, given[i], axis), axis)
+                elif given[i] is not None:
                     given[i] = self._whole(given[i])
+            if margin:
+                given[at["padding"]] = list(_resized(given[at["padding"]], axis, margin))
             if given[at["residual"]] is not None:
-                given[at["residual"]] = exchange.all_gather(given[at["residual"]])
+                given[at["residual"]] = exchange.all_gather(given[at["residual"]], axis)
             with self.plainly():
                 y = op.reference(*given) if chosen == REFERENCE else op(*given)
-            return self._own(y)
+            return dense(exchange.own(y, axis), y, axis)
 
         return (op.name, chosen, problem), Way(part, whole, is_known)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turnout.routing.op import OPS, Op
+from turnout.routing.op import Op, watched
 
 # The first kind whose word is in a kernel's name. Names are cuDNN's, cuBLAS's, torch's, and those of turnout's own kernels.
 KINDS = {
@@ -188,21 +188,11 @@ def _named_calls() -> Iterator[dict[str, str]]:
     """Inside, every routed call is a named range of the profiler: "turnout::<op>/<route>". Yields name to reason."""
     why: dict[str, str] = {}
 
-    def named(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            verdict = op.verdict(op.key(args))
-            name = f"turnout::{op.name}/{verdict.chosen}"
-            why.setdefault(name, f"{verdict.authority}: {verdict.why}")
-            with torch.profiler.record_function(name):
-                return call(*args)
+    def named(op: Op, args: tuple) -> contextlib.AbstractContextManager[Any]:
+        verdict = op.verdict(op.key(args))
+        name = f"turnout::{op.name}/{verdict.chosen}"
+        why.setdefault(name, f"{verdict.authority}: {verdict.why}")
+        return torch.profiler.record_function(name)
 
-        return run
-
-    before = {op: op.call for op in OPS.values()}
-    try:
-        for op, call in before.items():
-            op.call = named(op, call)
+    with watched(named, every_call=True):
         yield why
-    finally:
-        for op, call in before.items():
-            op.call = call

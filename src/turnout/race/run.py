@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from turnout.bench.sweep import commit
+from turnout.measure.timer import time_call
 from turnout.models.accelerate import Report, accelerate, restore
 from turnout.race.kernels import Share, Trace, traced
 from turnout.race.machine import machine, now
@@ -311,10 +312,7 @@ def _first_calls(
     found = lanes[lane]
     with contestant.prepared(lane) as run:
         try:
-            before = time.perf_counter()
-            run()
-            _synchronize(device)
-            found.first_ms = 1e3 * (time.perf_counter() - before)
+            found.first_ms = time_call(run, device).ms
             held = _reset_peak(device)
             if lane == GRAPH:
                 run()  # it is captured
@@ -382,20 +380,12 @@ def _reset_peak(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tensor:
     """One more sample of a lane."""
-    _synchronize(device)
-    before = time.perf_counter()
-    output = run()
-    lane.host_samples.append(1e3 * (time.perf_counter() - before))
-    _synchronize(device)
-    lane.samples.append(1e3 * (time.perf_counter() - before))
-    return output
+    timing = time_call(run, device)
+    lane.host_samples.append(timing.host_ms)
+    lane.samples.append(timing.ms)
+    return timing.output
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,15 +22,44 @@ class Case:
     source: str
     dtype: torch.dtype
     make: Callable[[torch.device, int], tuple]
+    timed: tuple[str, ...] = ("cpu", "cuda")  # types of devices on which its time is worth knowing
 
     def timed_on(self, device_type: str) -> bool:
-        """Whether its time there is worth knowing. Tiny ones are for tests: they take what the host takes, which `bench router` measures.
-        Those of a CPU are too small for a GPU."""
-        words = f"{self.name} {self.source}"
-        return "tiny" not in words and (device_type == "cpu" or "on a CPU" not in words)
+        """Whether its time there is worth knowing."""
+        return device_type in self.timed
+
+    def only_for_tests(self) -> Case:
+        """The same, timed nowhere: a tiny call takes what the host takes, which `bench router` measures."""
+        return replace(self, timed=())
+
+    def only_on_a_cpu(self) -> Case:
+        """The same, timed on CPUs: it is too small for a GPU."""
+        return replace(self, timed=("cpu",))
 
     def __str__(self) -> str:
         return f"{self.name} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class Cases:
+    """An op's real calls, and what benchmarks and tests need to know of the op besides.
+
+    calls: real ones, each with where it comes from. random_call: public arguments of any valid call, small.
+    peers, bounds: what the op is timed against, by name, with the reference's arguments; bounds do less than the op,
+    such as a plain copy of the same size. exact: sums of small integers come out exact, so routes are compared bit
+    for bit. ordinary: arguments that tests leave finite, as torch's own kernels are of two minds about others.
+    of_torch: routes that launch kernels of torch only, copies aside. not_interpreted: routes whose kernels Triton's
+    interpreter cannot run.
+    """
+
+    calls: Sequence[Case]
+    random_call: Callable[[random.Random, torch.device], tuple]
+    peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    bounds: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    exact: bool = True
+    ordinary: tuple[str, ...] = ()
+    of_torch: tuple[str, ...] = ()
+    not_interpreted: tuple[str, ...] = ()
 
 
 class Outline(NamedTuple):

@@ -88,7 +88,7 @@ def can_read_values(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN_TENSORS
         and tensor.device.type in ("cpu", "cuda")
-        and not (is_planning() and tensor.is_meta)
+        and not (tensor.is_meta and is_planning())
         and not torch.compiler.is_compiling()
         and not _hidden.get()
         and _rewriting() is None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from turnout.routing import failures, settings, writing
-from turnout.routing.case import Case
+from turnout.routing.case import Case, Cases
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
 from turnout.routing.device import Device, is_planning
@@ -40,9 +40,10 @@ Guard = Callable[[Any, Device], Iterable[str]]
 Cost = Callable[[Any, Device], "float | None"]
 F = TypeVar("F", bound=Callable[..., Any])
 Config = dict[str, "int | float | str | bool"]
+Watch = Callable[["Op", tuple], "contextlib.AbstractContextManager[Any] | None"]
 
 OPS: dict[str, Op] = {}
-_watchers: list[Callable[[Op, tuple], None]] = []
+_watchers: list[Watch] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
 _MOST_CACHED = 4096  # calls, of all ops together
@@ -115,7 +116,8 @@ class Op:
     """A reference function in plain PyTorch, plus its routes. The reference is the meaning, the fake kernel and the fallback.
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes one from the arguments.
-    `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases` names the module with the op's real calls.
+    `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases`: the module whose `CASES`
+    are the op's, read when first needed; or those themselves.
     `arguments` turns what a case makes into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
@@ -129,7 +131,7 @@ class Op:
     """
 
     def __init__(
-        self, name: str, reference: Callable[..., Any], *, problem_type: Any, cost: Cost, work: Callable[[Any], Work], cases: str,
+        self, name: str, reference: Callable[..., Any], *, problem_type: Any, cost: Cost, work: Callable[[Any], Work], cases: str | Cases,
         arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
@@ -213,9 +215,14 @@ class Op:
             return self._arguments(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
 
+    @functools.cached_property
+    def declared_cases(self) -> Cases:
+        """The op's cases, and what benchmarks and tests need to know of it."""
+        return self._cases if isinstance(self._cases, Cases) else importlib.import_module(self._cases).CASES
+
     def cases(self) -> list[Case]:
         """The op's real calls, each with the model it comes from."""
-        return importlib.import_module(self._cases).CASES
+        return list(self.declared_cases.calls)
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
@@ -536,8 +543,14 @@ def _are_alike(one: BaseException, other: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
-    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there had been none."""
+def watched(watch: Watch, *, every_call: bool = False) -> Iterator[None]:
+    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there
+    had been none; with `every_call` before each one, which then runs inside the context that `watch` returns, if any.
+    """
+    if every_call:
+        with _around_every_call(watch):
+            yield
+        return
     _watchers.append(watch)
     forget_choices()
     try:
@@ -545,6 +558,25 @@ def watched(watch: Callable[[Op, tuple], None]) -> Iterator[None]:
     finally:
         _watchers.remove(watch)
         forget_choices()
+
+
+@contextlib.contextmanager
+def _around_every_call(watch: Watch) -> Iterator[None]:
+    def around(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with watch(op, args) or contextlib.nullcontext():
+                return call(*args)
+
+        return run
+
+    before = {op: op.call for op in OPS.values()}
+    try:
+        for op, call in before.items():
+            op.call = around(op, call)
+        yield
+    finally:
+        for op, call in before.items():
+            op.call = call
 
 
 def forget_choices() -> None:

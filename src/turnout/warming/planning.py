@@ -65,7 +65,7 @@ def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
         keywords = _moved(call.keywords, moved, prepare)
         return functools.partial(_moved_call(call.func, moved, prepare), *_moved(call.args, moved, prepare), **keywords)
     if isinstance(call, types.MethodType):
-        return types.MethodType(call.__func__, _moved(call.__self__, moved, prepare))
+        return getattr(_moved(call.__self__, moved, prepare), call.__func__.__name__)  # the adapter's, where there is one
     if isinstance(call, types.FunctionType):
         used = {name: call.__globals__[name] for name in call.__code__.co_names if name in call.__globals__}
         models = {name: value for name, value in used.items() if isinstance(value, nn.Module | Tensor)}

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from turnout.ops.attention import padding
-from turnout.routing.case import Case, normal, seeded
-
-INEXACT = True  # exponentials: small integers do not make sums exact
-NOT_OURS = ("cudnn", "flash", "efficient", "flash-attention-3", "flash-attention-4", "math", "narrow", "common-keys")  # torch's, or half so
-GLUON = ("wide-head-hopper",)
-ORDINARY = ("q", "k", "v")
+from turnout.routing.case import Case, Cases, normal, seeded
 
 FLUX, WAN, VAE, QWEN = "Flux.1", "Wan2.1", "AutoencoderKL, mid block", "Qwen-Image, padded text"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -48,11 +43,11 @@ def case(
     return Case(f"{name} {shape}", source, dtype, make)
 
 
-CASES = [
-    case("tiny", FLUX, 2, 3, 33, 64, FP32),
-    case("tiny padded", QWEN, 2, 2, 20, 64, FP16, keys=50, lengths=[[7, 30], [20, 30]]),
-    case("tiny wide", VAE, 1, 1, 70, 512, FP16),
-    case("tiny causal", "transformers", 1, 4, 40, 32, FP32, kv_heads=2, causal=True),
+CALLS = [
+    case("tiny", FLUX, 2, 3, 33, 64, FP32).only_for_tests(),
+    case("tiny padded", QWEN, 2, 2, 20, 64, FP16, keys=50, lengths=[[7, 30], [20, 30]]).only_for_tests(),
+    case("tiny wide", VAE, 1, 1, 70, 512, FP16).only_for_tests(),
+    case("tiny causal", "transformers", 1, 4, 40, 32, FP32, kv_heads=2, causal=True).only_for_tests(),
     case("wide head", VAE + ", 512^2", 1, 1, 4096, 512),
     case("wide head", VAE + ", 1024^2", 1, 1, 16384, 512),
     case("wide head", "Wan2.1 VAE, mid block", 1, 1, 4096, 384),
@@ -69,7 +64,7 @@ CASES = [
     case("padded", QWEN, 2, 24, 4608, 128, lengths=[4400, 4608]),
     case("text then image", QWEN, 2, 24, 4608, 128, lengths=[[300, 4096], [512, 4096]]),
     case("masked", QWEN, 2, 24, 4608, 128, masked=[4400, 4608]),
-    case("two sequences", "on a CPU", 1, 8, 1024, 64, FP32),
+    case("two sequences", "on a CPU", 1, 8, 1024, 64, FP32).only_on_a_cpu(),
 ]
 
 
@@ -170,3 +165,14 @@ def _padded_call(draw: random.Random, device: torch.device) -> tuple:
     if draw.random() < 0.5:
         return q, k, v, None, False, None, [[draw.randint(0, text), keys - text] for _ in range(batch)]
     return q, k, v, None, False, None, [keys - draw.randint(0, text) for _ in range(batch)]
+
+
+CASES = Cases(
+    CALLS,
+    random_call,
+    peers=PEERS,
+    exact=False,
+    ordinary=("q", "k", "v"),
+    of_torch=("cudnn", "flash", "efficient", "flash-attention-3", "flash-attention-4", "math", "narrow", "common-keys"),
+    not_interpreted=("wide-head-hopper",),
+)

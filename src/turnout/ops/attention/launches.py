@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from turnout.launch import Launch, LaunchPlan, Workspace, runs_plan
 from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside, strides_like_queries
 from turnout.ops.integers import ceil_div, power_of_two
@@ -25,13 +26,12 @@ def empty_like_queries(q: Tensor, dim_v: int) -> Tensor:
     return torch.empty_strided(shape, strides_like_queries(shape, q), dtype=q.dtype, device=q.device)
 
 
-def run_flash(
+def plan_flash(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, lengths: Tensor | None,
     rows: int, keys: int, warps: int, stages: int, *, so_far: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2]; key_mask: [B, keys], bool.
     `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in place."""
-    from turnout.launch import launch
     from turnout.ops.attention.kernels import flash_kernel
 
     (batch, heads, length, dim), dim_v = q.shape, v.shape[3]
@@ -46,8 +46,11 @@ def run_flash(
         "CAUSAL": causal, "LENGTHS": lengths is not None, "MASK": mask is not None, "GO_ON": sums is not None,
     }  # fmt: skip
     programs = batch * heads * ceil_div(length, rows)
-    launch(flash_kernel, programs, (q, k, v, lengths, mask, sums, out), numbers, constants, warps=warps, num_stages=stages)
-    return out
+    tensors = (q, k, v, lengths, mask, sums, out)
+    return LaunchPlan((Launch(flash_kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out)
+
+
+run_flash = runs_plan(plan_flash)
 
 
 class _Beside(threading.local):
@@ -87,19 +90,19 @@ def take_turns(jobs: Iterable[Callable[[], None]], device: torch.device) -> None
 QUERIES, KEYS, CHUNK, HALF, PART, SLOTS = 64, 128, 128, 256, 64, 4
 
 
-def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, splits: int) -> Tensor:
+def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, splits: int) -> LaunchPlan:
     """The Gluon kernel for heads of 257 to 512; with `splits`, that many parts of the keys, joined by a second kernel."""
-    from turnout.launch import launch
     from turnout.ops.attention.hopper_kernels import WARPS, wide_kernel
 
     (batch, heads, rows, dim), keys = q.shape, k.shape[2]
     out = empty_like_queries(q, dim)
     if scale <= 0:  # the kernel looks for maxima before it multiplies
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-    into, maxima, sums = out, None, None
+    into, maxima, sums, workspaces = out, None, None, ()
     if splits > 1:
         into = torch.empty(splits, batch * heads, rows, dim, dtype=torch.float32, device=q.device)
-        maxima, sums = torch.empty(2, splits, batch * heads, rows, dtype=torch.float32, device=q.device)
+        maxima, sums = both = torch.empty(2, splits, batch * heads, rows, dtype=torch.float32, device=q.device)
+        workspaces = (Workspace(into), Workspace(both))
     rest = max(64, power_of_two(dim - HALF))
     q, k, v = (x if tma.aligned(x) else x.clone() for x in (q, k, v))
     boxes = ((q, QUERIES, CHUNK), (k, KEYS, CHUNK), (v, PART, HALF), (v, PART, rest))
@@ -112,17 +115,19 @@ def run_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
         "BM": QUERIES, "BN": KEYS, "CHUNKS": ceil_div(dim, CHUNK), "DC": CHUNK, "W0": HALF, "W1": rest, "BK": PART, "SLOTS": SLOTS,
         "CAUSAL": causal, "SPLITS": splits,
     }  # fmt: skip
-    launch(wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, warps=WARPS)
-    if maxima is not None and sums is not None:
-        run_combine(into, maxima, sums, out)
-    return out
+    launch = Launch(wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, WARPS)
+    if maxima is None or sums is None:
+        return LaunchPlan((launch,), out)
+    return LaunchPlan((launch, combine_launch(into, maxima, sums, out)), out, workspaces)
 
 
-def run_combine(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> None:
-    from turnout.launch import launch
+run_wide_hopper = runs_plan(plan_wide_hopper)
+
+
+def combine_launch(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> Launch:
     from turnout.ops.attention.kernels import combine_kernel
 
     (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
     numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])
     constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
-    launch(combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, warps=4)
+    return Launch(combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, 4)

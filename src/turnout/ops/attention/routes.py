@@ -9,6 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.attention import ATTENTION, Attention, backends, costs, padding, reference
 from turnout.ops.attention.backends import by_cudnn, by_efficient, by_flash, by_flash_attention_3, by_flash_attention_4, with_sums
@@ -18,9 +19,10 @@ from turnout.ops.attention.launches import (
     QUERIES,
     ceil_div,
     empty_like_queries,
+    plan_flash,
+    plan_wide_hopper,
     power_of_two,
     run_flash,
-    run_wide_hopper,
     take_turns,
 )
 from turnout.routing.device import Device
@@ -260,22 +262,28 @@ def wide_configs(problem: Attention, device: Device) -> list[Config]:
     return [{"rows": rows, "keys": keys, "warps": warps, "stages": 1}]
 
 
-@ATTENTION.route("wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, numerics="close", version=1, kernels=FLASH)
+@ATTENTION.route(
+    "wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, prepare=prepare_from_plan, numerics="close", version=1,
+    kernels=FLASH,
+)  # fmt: skip
+@runs_plan
 def wide_head(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """Heads of 257 to 512 in plain Triton, on any card."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 @ATTENTION.route(
-    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, numerics="close", version=1, kernels=FLASH
+    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, prepare=prepare_from_plan,
+    numerics="close", version=1, kernels=FLASH,
 )  # fmt: skip
+@runs_plan
 def flash_triton(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     *, rows: int = 64, keys: int = 32, warps: int = 4, stages: int = 2,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """Heads up to 256 in plain Triton; padded keys and masks over keys are left out inside the kernel."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
@@ -283,11 +291,11 @@ def flash_triton(
 def with_padding(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     rows: int, keys: int, warps: int, stages: int,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     if lengths:
         kv_lengths = padding.on_device(tuple(lengths), q.device)
     over_keys = padding.key_mask(mask, q.shape[0], k.shape[2])
-    return run_flash(q, k, v, over_keys, causal, scale, kv_lengths, rows, keys, warps, stages)
+    return plan_flash(q, k, v, over_keys, causal, scale, kv_lengths, rows, keys, warps, stages)
 
 
 def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
@@ -326,13 +334,15 @@ def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
     refuses=refuses_wide_hopper,
     cost=costs.wide_hopper,
     configs=wide_hopper_configs,
+    prepare=prepare_from_plan,
     numerics="close",
     version=1,
     kernels=("turnout.ops.attention.hopper_kernels:wide_kernel", "turnout.ops.attention.kernels:combine_kernel"),
 )
+@runs_plan
 def wide_head_hopper(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
     *, splits: int = 1,
-) -> Tensor:  # fmt: skip
+) -> LaunchPlan:  # fmt: skip
     """Heads of 257 to 512 on Hopper, in Gluon."""
-    return run_wide_hopper(q, k, v, causal, scale, splits)
+    return plan_wide_hopper(q, k, v, causal, scale, splits)

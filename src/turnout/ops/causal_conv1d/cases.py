@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.measure.peers import compiled
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 from turnout.routing.machine import has_package
 
 Shape = tuple[int, int, int]
@@ -48,11 +48,11 @@ def case(
 MAMBA, MAMBA2, DELTA = "Mamba, state-spaces/mamba", "Mamba-2, state-spaces/mamba", "Gated DeltaNet, Qwen3-Next"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
-CASES = [
-    case("tiny", MAMBA, (2, 8, 16), FIRST, FP32),
-    case("tiny", MAMBA2, (2, 8, 16), LAST, FP32),
-    case("tiny packed", DELTA, (1, 6, 20), LAST, FP32, sequences=3, states=True),
-    case("tiny", MAMBA, (1, 5, 9), FIRST, FP16, width=3),
+CALLS = [
+    case("tiny", MAMBA, (2, 8, 16), FIRST, FP32).only_for_tests(),
+    case("tiny", MAMBA2, (2, 8, 16), LAST, FP32).only_for_tests(),
+    case("tiny packed", DELTA, (1, 6, 20), LAST, FP32, sequences=3, states=True).only_for_tests(),
+    case("tiny", MAMBA, (1, 5, 9), FIRST, FP16, width=3).only_for_tests(),
     *(case("training", MAMBA, (8, 4096, 4096), layout) for layout in (FIRST, LAST)),
     *(case("training", "Mamba 130m to 370m", (32, 1536, 2048), layout) for layout in (FIRST, LAST)),
     *(case("long prompt", MAMBA2, (1, 8192, 65536), layout) for layout in (FIRST, LAST)),
@@ -65,7 +65,11 @@ CASES = [
     case("packed", MAMBA2, (1, 4096, 32768), FIRST, sequences=16),
     *(case("training", MAMBA, (8, 4096, 4096), layout, FP16) for layout in (FIRST, LAST)),
     *(case("training", MAMBA, (8, 2048, 4096), layout, FP32) for layout in (FIRST, LAST)),
-    *(case("two sequences", "Mamba 130m on a CPU", (2, 1536, 2048), layout, dtype) for dtype in (FP32, BF16) for layout in (FIRST, LAST)),
+    *(
+        case("two sequences", "Mamba 130m on a CPU", (2, 1536, 2048), layout, dtype).only_on_a_cpu()
+        for dtype in (FP32, BF16)
+        for layout in (FIRST, LAST)
+    ),
 ]  # fmt: skip
 
 
@@ -82,7 +86,6 @@ def fla(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, 
     return causal_conv1d(x.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
 
 
-ORDINARY = ("weight",)
 PEERS = {"torch": eager, "torch.compile": compiled(eager)} | ({"fla": fla} if has_package("fla") else {})
 
 
@@ -125,3 +128,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     bias = small_integers(draw, (dim,), weight_dtype, device) if draw.random() < 0.5 else None
     initial = small_integers(draw, (sequences, dim, width - 1), dtype, device) if draw.random() < 0.4 else None
     return x, weight, bias, None, seq_idx, cu_seqlens, initial, draw.random() < 0.4
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, ordinary=("weight",))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from turnout.launch import Launch
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import VECTOR_BYTES
 
@@ -48,23 +49,23 @@ def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
     return widest(VECTOR_BYTES // tensors[0].element_size(), *walks)
 
 
-def segments(seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int) -> Tensor | None:
-    """The sequence of each position, int32 [batch, length], or None where nothing is packed."""
-    from turnout.launch import launch
+def segments(
+    seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int
+) -> tuple[Tensor | None, tuple[Launch, ...]]:  # fmt: skip
+    """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills it."""
     from turnout.ops.causal_conv1d.kernels import segments as kernel
 
     if cu_seqlens is None:
-        return None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
+        return None if seq_idx is None else seq_idx.to(torch.int32).contiguous(), ()
     sequences, block = cu_seqlens.shape[0] - 1, 256
     seg = torch.empty(1, length, dtype=torch.int32, device=cu_seqlens.device)
-    launch(kernel, ceil_div(length, block), (cu_seqlens, seg), (sequences, length, sequences.bit_length()), {"BL": block}, warps=4)
-    return seg
+    numbers = (sequences, length, sequences.bit_length())
+    return seg, (Launch(kernel, ceil_div(length, block), (cu_seqlens, seg), numbers, {"BL": block}, 4),)
 
 
 def rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool, channels: int, vectors: int, warps: int
-) -> None:
-    from turnout.launch import launch
+) -> Launch:
     from turnout.ops.causal_conv1d.kernels import rows as kernel
 
     batch, dim, length = x.shape
@@ -79,14 +80,14 @@ def rows(
         "SILU": silu,
         "SEG": seg is not None,
     }
-    launch(kernel, programs, (x, weight, bias, seg, y), (dim, length, *x.stride(), *weight.stride(), *y.stride()), constants, warps=warps)
+    numbers = (dim, length, *x.stride(), *weight.stride(), *y.stride())
+    return Launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps)
 
 
 def cols(
     x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool,
     groups: int, rows: int, steps: int, channels: int, warps: int,
-) -> None:  # fmt: skip
-    from turnout.launch import launch
+) -> Launch:  # fmt: skip
     from turnout.ops.causal_conv1d.kernels import cols as kernel
 
     batch, dim, length = x.shape
@@ -96,15 +97,14 @@ def cols(
         "W": weight.shape[1], "V": vector_of(1, None, x, y), "G": groups, "T": rows, "STEPS": steps, "BD": channels,
         "BIAS": bias is not None, "SILU": silu, "SEG": seg is not None,
     }  # fmt: skip
-    launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps=warps)
+    return Launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps)
 
 
 def edges(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial: Tensor | None,
     y: Tensor, final: Tensor | None, silu: bool,
-) -> None:  # fmt: skip
+) -> Launch:  # fmt: skip
     """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states that are left."""
-    from turnout.launch import launch
     from turnout.ops.causal_conv1d.kernels import edges as kernel
 
     batch, dim, length = x.shape
@@ -115,7 +115,7 @@ def edges(
         "PACKED": cu_seqlens is not None, "INIT": initial is not None, "FINAL": final is not None,
     }  # fmt: skip
     tensors = (x, weight, bias, seq_idx, cu_seqlens, initial, y, final)
-    launch(kernel, sequences * ceil_div(dim, 128), tensors, numbers, constants, warps=4)
+    return Launch(kernel, sequences * ceil_div(dim, 128), tensors, numbers, constants, 4)
 
 
 def strides(tensor: Tensor | None) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.launch import Launch, LaunchPlan, Workspace, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last, launches, work
 from turnout.ops.causal_conv1d.launches import empty_dense
@@ -152,13 +153,13 @@ def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
 
 def with_states(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, main: Callable[[Tensor | None, Tensor | None, Tensor], None],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the main kernel, then what happens at the ends of sequences."""
+    initial_states: Tensor | None, return_final_states: bool, main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
+) -> LaunchPlan:  # fmt: skip
+    """The main kernel, then what happens at the ends of sequences."""
     y = empty_dense(x, channel_last(x))
     bias = None if bias is None else bias.contiguous()
-    seg = launches.segments(seq_idx, cu_seqlens, x.shape[2])
-    main(bias, seg, y)
+    seg, fill = launches.segments(seq_idx, cu_seqlens, x.shape[2])
+    every = [*fill, main(bias, seg, y)]
     final = x.new_empty(0)
     if return_final_states:
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -166,8 +167,8 @@ def with_states(
     if (initial_states is not None or return_final_states) and weight.shape[1] > 1:
         own = None if cu_seqlens is not None else seg
         left = final if return_final_states else None
-        launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu")
-    return y, final
+        every.append(launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu"))
+    return LaunchPlan(tuple(every), (y, final), (Workspace(seg),) if seg is not None and fill else ())
 
 
 # The rows kernel takes any strides too, one element at a time.
@@ -180,23 +181,26 @@ ON_CPU: Any = {
 
 
 @CAUSAL_CONV1D.route(
-    "strided", refuses=refuses_on_gpu, cost=gpu_cost("strided"), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
-)
+    "strided", refuses=refuses_on_gpu, cost=gpu_cost("strided"), configs=strided_configs, prepare=prepare_from_plan,
+    numerics="close", version=1, kernels=ALONG_ROWS,
+)  # fmt: skip
 @CAUSAL_CONV1D.route(
     "channel-first",
     refuses=refuses_channel_first,
     cost=gpu_cost("channel_first"),
     configs=channel_first_configs,
+    prepare=prepare_from_plan,
     numerics="close",
     version=1,
     kernels=ALONG_ROWS,
 )
+@runs_plan
 def along_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool, *, channels: int = 1, vectors: int = 256, warps: int = 4,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> None:
-        launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
+) -> LaunchPlan:  # fmt: skip
+    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
+        return launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
 
     return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
 
@@ -206,17 +210,19 @@ def along_rows(
     refuses=refuses_channel_last,
     cost=gpu_cost("channel_last"),
     configs=channel_last_configs,
+    prepare=prepare_from_plan,
     numerics="close",
     version=1,
     kernels=DOWN_COLUMNS,
 )
+@runs_plan
 def down_columns(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
     initial_states: Tensor | None, return_final_states: bool,
     *, groups: int = 4, rows: int = 8, steps: int = 1, channels: int = 256, warps: int = 4,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> None:
-        launches.cols(x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps)
+) -> LaunchPlan:  # fmt: skip
+    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
+        return launches.cols(x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps)
 
     return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from turnout.ops.causal_conv1d import arguments, cases, channel_last, reference
 from turnout.ops.causal_conv1d.cases import BF16, DELTA, FIRST, FP32, LAST, MAMBA, MAMBA2, SPLIT
 from turnout.ops.causal_conv1d.launches import empty_dense
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
 def case(*given: Any, **named: Any) -> Case:
@@ -30,11 +30,11 @@ def case(*given: Any, **named: Any) -> Case:
     return Case(call.name, call.source, call.dtype, make)
 
 
-CASES = [
-    case("tiny", MAMBA, (2, 8, 16), FIRST, FP32),
-    case("tiny", MAMBA2, (2, 8, 16), LAST, FP32),
-    case("tiny packed", DELTA, (1, 6, 20), LAST, FP32, sequences=3, states=True),
-    case("tiny states", MAMBA, (2, 5, 9), FIRST, FP32, states=True),
+CALLS = [
+    case("tiny", MAMBA, (2, 8, 16), FIRST, FP32).only_for_tests(),
+    case("tiny", MAMBA2, (2, 8, 16), LAST, FP32).only_for_tests(),
+    case("tiny packed", DELTA, (1, 6, 20), LAST, FP32, sequences=3, states=True).only_for_tests(),
+    case("tiny states", MAMBA, (2, 5, 9), FIRST, FP32, states=True).only_for_tests(),
     *(case("training", MAMBA, (8, 4096, 4096), layout, BF16) for layout in (FIRST, LAST)),
     *(case("training", "Mamba 130m to 370m", (32, 1536, 2048), layout, BF16) for layout in (FIRST, LAST)),
     *(case("prompt", "Mamba 2.8b", (1, 5120, 8192), layout, BF16) for layout in (FIRST, LAST)),
@@ -53,7 +53,6 @@ def eager(grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Ten
     return torch.autograd.grad(y, leaves, grad)
 
 
-ORDINARY = ("weight",)
 PEERS = {"torch with forward": eager}
 
 
@@ -62,3 +61,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     args = arguments(*cases.random_call(draw, device))
     y, final = reference(*args)
     return small_integers(draw, tuple(y.shape), y.dtype, device), small_integers(draw, tuple(final.shape), y.dtype, device), *args
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, ordinary=("weight",))

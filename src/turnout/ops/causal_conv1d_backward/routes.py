@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.launch import start
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d import routes as forward
 from turnout.ops.causal_conv1d.launches import empty_dense, segments, strides, vector_of
@@ -91,7 +92,9 @@ class Call(NamedTuple):
         last, ends = channel_last(x), weight.shape[1] > 1
         if last and grad.stride(1) != 1:
             grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
-        seg = segments(seq_idx, cu_seqlens, x.shape[2])
+        seg, fill = segments(seq_idx, cu_seqlens, x.shape[2])
+        for launch in fill:
+            start(launch)
         return Call(
             grad, grad_final if return_final_states and ends else None, x, weight,
             None if bias is None else bias.contiguous(), activation == "silu",

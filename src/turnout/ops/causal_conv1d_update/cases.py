@@ -12,7 +12,7 @@ from torch import Tensor
 from turnout.measure.peers import compiled, replayed
 from turnout.ops.causal_conv1d.cases import BF16, FP16, FP32, KINDS
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
 def case(
@@ -31,11 +31,11 @@ def case(
 
 MAMBA = "Mamba 2.8b, state-spaces/mamba"
 
-CASES = [
-    case("tiny", MAMBA, 2, 8, FP32),
-    case("tiny", MAMBA, 3, 5, FP16, size=5),
-    case("tiny slots", "vLLM's Mamba cache", 2, 8, FP32, pool=4),
-    case("tiny tokens", "speculative decoding", 2, 8, FP32, length=3),
+CALLS = [
+    case("tiny", MAMBA, 2, 8, FP32).only_for_tests(),
+    case("tiny", MAMBA, 3, 5, FP16, size=5).only_for_tests(),
+    case("tiny slots", "vLLM's Mamba cache", 2, 8, FP32, pool=4).only_for_tests(),
+    case("tiny tokens", "speculative decoding", 2, 8, FP32, length=3).only_for_tests(),
     *(case("step", MAMBA, batch, 5120, BF16) for batch in (1, 64, 512)),
     case("step slots", "vLLM's Mamba cache", 64, 5120, BF16, pool=256),
     case("tokens", "speculative decoding", 64, 5120, BF16, length=4),
@@ -60,7 +60,6 @@ def eager(
     return y if x.dim() == 3 else y[..., 0]
 
 
-ORDINARY = ("weight",)
 PEERS = {"torch": eager, "torch.compile": compiled(eager)}
 BOUNDS = {"graph replay": replayed(CAUSAL_CONV1D_UPDATE)}  # a step is all launch until hundreds of sequences take it
 
@@ -88,3 +87,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     weight = small_integers(draw, (dim, width), weight_dtype, device)
     bias = small_integers(draw, (dim,), weight_dtype, device) if draw.random() < 0.5 else None
     return x, state, weight, bias, None, lengths, slots
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, ordinary=("weight",))

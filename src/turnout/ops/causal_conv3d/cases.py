@@ -34,7 +34,7 @@ from turnout.ops.convolution.cases import (
     random_tensor,
 )
 from turnout.ops.convolution.problem import spread
-from turnout.routing.case import Case, normal, seeded
+from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
@@ -55,11 +55,11 @@ def case(
     return Case(f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make)
 
 
-CASES = [
-    case("tiny", (3, 6, 7), (8, 5), FP32),
-    case("tiny", (3, 6, 7), (8, 5), FP32, held=0, layout=FIRST),
-    case("tiny", (1, 5, 6), (16, 16), FP16, held=1, pad_mode="replicate"),
-    case("tiny", (2, 8, 8), (16, 3), FP16),
+CALLS = [
+    case("tiny", (3, 6, 7), (8, 5), FP32).only_for_tests(),
+    case("tiny", (3, 6, 7), (8, 5), FP32, held=0, layout=FIRST).only_for_tests(),
+    case("tiny", (1, 5, 6), (16, 16), FP16, held=1, pad_mode="replicate").only_for_tests(),
+    case("tiny", (2, 8, 8), (16, 3), FP16).only_for_tests(),
     case(WAN21, (1, 60, 104), (384, 384)),
     case(WAN21, (2, 120, 208), (384, 384)),
     case(WAN21, (2, 240, 416), (192, 192)),
@@ -75,8 +75,8 @@ CASES = [
     case(LTX, (121, 128, 192), (128, 128), held=0, pad_mode="replicate"),
     case(HUNYUAN, (17, 32, 32), (512, 512), FP16, held=0, pad_mode="replicate"),
     case(COGVIDEOX, (8, 480, 720), (128, 128)),
-    case("Wan2.1 VAE on a CPU", (4, 60, 104), (96, 96), FP32, layout=FIRST),
-    case("Wan2.1 VAE on a CPU", (4, 60, 104), (96, 96), BF16, layout=FIRST),
+    case("Wan2.1 VAE on a CPU", (4, 60, 104), (96, 96), FP32, layout=FIRST).only_on_a_cpu(),
+    case("Wan2.1 VAE on a CPU", (4, 60, 104), (96, 96), BF16, layout=FIRST).only_on_a_cpu(),
 ]
 
 
@@ -104,9 +104,6 @@ def joined_before(
     return conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
 
 
-NOT_OURS = ("channels-last", "depth-taps")
-GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
-ORDINARY = ("weight",)
 BOUNDS = {"conv3d of joined frames": joined_before}
 PEERS = {"torch cat, pad, conv3d, channels-first": joined_in(FIRST), "torch cat, pad, conv3d, channels-last": joined_in(LAST)}
 
@@ -120,3 +117,14 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     cache = None if held is None else random_tensor(draw, (*x.shape[:2], held, *x.shape[3:]), dtype, device)
     numbers = (found["stride"], found["padding"][1:], found["dilation"], found["groups"])
     return x, weight, random_bias(draw, weight.shape[0], dtype, device), cache, *numbers, mode
+
+
+CASES = Cases(
+    CALLS,
+    random_call,
+    peers=PEERS,
+    bounds=BOUNDS,
+    ordinary=("weight",),
+    of_torch=("channels-last", "depth-taps"),
+    not_interpreted=("implicit-gemm-hopper", "narrow-out-hopper"),
+)

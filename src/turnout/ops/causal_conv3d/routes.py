@@ -14,8 +14,8 @@ from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_b
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering, direct_launch
-from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launch_into, prepare_by, task_of
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering
+from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launch_into, one_launch, prepare_by, task_of
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
@@ -183,7 +183,9 @@ def plan_causal(
         return None
     shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
-    launch = direct_launch(lowering, input, weight, bias, out, (before, *padding), dilation, residual, cache, pad_mode, config)
+    launch = one_launch(
+        lowering, input, weight, bias, out, stride, (before, *padding), dilation, residual, config, cache, pad_mode
+    )  # fmt: skip
     return None if launch is None else LaunchPlan((launch,), out)
 
 

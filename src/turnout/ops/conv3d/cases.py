@@ -26,16 +26,21 @@ from turnout.ops.convolution.cases import (
     peers,
     random_convolution,
 )
+from turnout.routing.case import Cases
 
 CPU = "Wan2.1 VAE on a CPU"
 
-CASES = [
-    convolution_case("tiny", (3, 6, 7), (8, 5), FP32),
-    convolution_case("tiny", (3, 6, 7), (8, 5), FP32, layout=FIRST),
-    convolution_case("tiny", (2, 5, 6), (16, 16), FP16, kernel=1, batch=2),
-    convolution_case("tiny", (2, 8, 8), (16, 3), FP16),
-    *(convolution_case(CPU, (4, 60, 104), (96, 96), dtype, layout=layout) for dtype in (FP32, BF16) for layout in (FIRST, LAST)),
-    convolution_case(CPU, (4, 64, 64), (64, 3), FP32, layout=FIRST),
+CALLS = [
+    convolution_case("tiny", (3, 6, 7), (8, 5), FP32).only_for_tests(),
+    convolution_case("tiny", (3, 6, 7), (8, 5), FP32, layout=FIRST).only_for_tests(),
+    convolution_case("tiny", (2, 5, 6), (16, 16), FP16, kernel=1, batch=2).only_for_tests(),
+    convolution_case("tiny", (2, 8, 8), (16, 3), FP16).only_for_tests(),
+    *(
+        convolution_case(CPU, (4, 60, 104), (96, 96), dtype, layout=layout).only_on_a_cpu()
+        for dtype in (FP32, BF16)
+        for layout in (FIRST, LAST)
+    ),
+    convolution_case(CPU, (4, 64, 64), (64, 3), FP32, layout=FIRST).only_on_a_cpu(),
     convolution_case(WAN21, (4, 480, 832), (96, 96)),
     convolution_case(WAN21, (4, 480, 832), (96, 96), bias=False),
     convolution_case(WAN21, (4, 480, 832), (96, 96), layout=FIRST),
@@ -82,12 +87,19 @@ def conv2d_per_tap(
     return total.unflatten(0, (batch, count)).transpose(1, 2)
 
 
-NOT_OURS = ("channels-last", "pointwise", "depth-taps", "depth-chunks")
-GLUON = ("implicit-gemm-hopper", "narrow-out-hopper")
-ORDINARY = ("weight",)
 PEERS = peers(F.conv3d) | {"conv2d per tap": conv2d_per_tap}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid call, small, with exact sums."""
     return random_convolution(draw, device, 3)
+
+
+CASES = Cases(
+    CALLS,
+    random_call,
+    peers=PEERS,
+    ordinary=("weight",),
+    of_torch=("channels-last", "pointwise", "depth-taps", "depth-chunks"),
+    not_interpreted=("implicit-gemm-hopper", "narrow-out-hopper"),
+)

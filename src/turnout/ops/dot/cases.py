@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 LENGTHS = (1, 16, 256, 4096, 16384, 131072, 1_000_000, 50_000_000)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -20,7 +20,7 @@ def case(name: str, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype, 
     return Case(name, source, dtype, make)
 
 
-CASES = [case(f"K={k}", (k,), (k,), dtype) for dtype in DTYPES for k in LENGTHS]
+CALLS = [case(f"K={k}", (k,), (k,), dtype) for dtype in DTYPES for k in LENGTHS]
 PEERS = {"torch.dot": torch.dot}
 
 # Every dtype torch.dot takes on a CPU; half of the draws are of those that have routes.
@@ -32,3 +32,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     dtype = draw.choice(KINDS)
     length = draw.choice((0, 1, 2, 15, 16, 17, 100, 1023, 1024, 1025, 3000, 16385))
     return small_integers(draw, (length,), dtype, device), small_integers(draw, (length,), dtype, device)
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS)

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from turnout.ops.group_norm_silu import cases
-from turnout.ops.group_norm_silu.cases import FIRST, INEXACT, LAST, inside_border
+from turnout.ops.group_norm_silu.cases import FIRST, LAST, inside_border
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
-from turnout.routing.case import Case, small_integers
-
-__all__ = ["BOUNDS", "CASES", "INEXACT", "PEERS", "random_call"]
+from turnout.routing.case import Case, Cases, small_integers
 
 
 def case(
@@ -40,12 +38,12 @@ SHAPES = (
     (1, 128, 17, 544, 960), (1, 128, 33, 544, 960),
 )  # fmt: skip
 
-CASES = [
-    case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4),
-    case("tiny", (2, 6, 2, 3, 5), FIRST, torch.float16, groups=3),
+CALLS = [
+    case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4).only_for_tests(),
+    case("tiny", (2, 6, 2, 3, 5), FIRST, torch.float16, groups=3).only_for_tests(),
     *(case("video", (1, 128, 20, 256, 256), layout) for layout in (LAST, FIRST)),
-    case("tiny inside a border", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4, place=inside_border),
-    case("tiny from border to border", (1, 8, 2, 3, 5), LAST, torch.float16, groups=2, place=inside_border, gapped=True),
+    case("tiny inside a border", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4, place=inside_border).only_for_tests(),
+    case("tiny from border to border", (1, 8, 2, 3, 5), LAST, torch.float16, groups=2, place=inside_border, gapped=True).only_for_tests(),
     *(case("inside a border", shape, LAST, place=inside_border) for shape in SHAPES),
     case("inside a border", (1, 256, 9, 272, 480), LAST, torch.float32, place=inside_border),
     case("from border to border", (1, 256, 9, 272, 480), LAST, place=inside_border, gapped=True),
@@ -81,3 +79,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
         out = small_integers(draw, tuple(x.shape), x.dtype, device)
         out = out.clone() if 0 in out.stride() else out
     return x, groups, weight, bias, out, *rest
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

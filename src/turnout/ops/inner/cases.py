@@ -7,9 +7,9 @@ import random
 import torch
 
 from turnout.ops.dot.cases import DTYPES, KINDS, LENGTHS, case
-from turnout.routing.case import small_integers
+from turnout.routing.case import Cases, small_integers
 
-CASES = [case(f"K={k}", (k,), (k,), dtype) for dtype in DTYPES for k in LENGTHS]
+CALLS = [case(f"K={k}", (k,), (k,), dtype) for dtype in DTYPES for k in LENGTHS]
 PEERS = {"torch.inner": torch.inner}
 
 
@@ -19,3 +19,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     lead = [draw.choice(((), (), (1,), (1, 1), (2, 3), (0,))) for _ in range(2)]
     shapes = [(*shape, length) for shape in lead] if draw.random() < 0.9 else [(), (length,)]
     return tuple(small_integers(draw, shape, dtype, device) for shape in shapes)
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from turnout.measure.peers import compiled
 from turnout.ops.layer_norm_modulate import gated, modulated
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
-INEXACT = True  # roots and quotients: small integers do not make results exact
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -42,10 +41,10 @@ def case(
 
 FLUX, WAN, QWEN = "Flux, 1024 x 1024", "Wan2.1 14B, 480 x 832 x 81", "Qwen-Image, 1328 x 1328"
 
-CASES = [
-    case("tiny", FLUX, (2, 5, 24), FP32),
-    case("tiny, gated", FLUX, (1, 6, 40), FP16, residual=True),
-    case("tiny, each token", WAN, (2, 3, 33), FP32, residual=True, each_token=True, weight=True),
+CALLS = [
+    case("tiny", FLUX, (2, 5, 24), FP32).only_for_tests(),
+    case("tiny, gated", FLUX, (1, 6, 40), FP16, residual=True).only_for_tests(),
+    case("tiny, each token", WAN, (2, 3, 33), FP32, residual=True, each_token=True, weight=True).only_for_tests(),
     case("picture", FLUX, (1, 4096, 3072)),
     case("text", FLUX, (1, 512, 3072)),
     case("joined", f"{FLUX}, single blocks", (1, 4608, 3072)),
@@ -105,3 +104,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     weight, bias = (small_integers(draw, shape[2:], wide, device) if draw.random() < 0.3 else None for _ in range(2))
     scale, shift = (random_modulation(draw, shape, wide, device) for _ in range(2))
     return x, residual, gate, weight, bias, scale, shift, 1e-6
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

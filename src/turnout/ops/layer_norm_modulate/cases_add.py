@@ -9,10 +9,8 @@ from torch import Tensor
 
 from turnout.measure.peers import compiled
 from turnout.ops.layer_norm_modulate import cases, gated
-from turnout.ops.layer_norm_modulate.cases import BF16, FLUX, FP16, FP32, INEXACT, WAN
-from turnout.routing.case import Case, small_integers
-
-__all__ = ["BOUNDS", "CASES", "INEXACT", "PEERS", "random_call"]
+from turnout.ops.layer_norm_modulate.cases import BF16, FLUX, FP16, FP32, WAN
+from turnout.routing.case import Case, Cases, small_integers
 
 
 def case(
@@ -23,9 +21,9 @@ def case(
     return Case(whole.name, source, dtype, lambda device, seed: whole.make(device, seed)[:3])
 
 
-CASES = [
-    case("tiny", FLUX, (2, 5, 24), FP32),
-    case("tiny, each token", WAN, (1, 6, 33), FP16, each_token=True),
+CALLS = [
+    case("tiny", FLUX, (2, 5, 24), FP32).only_for_tests(),
+    case("tiny, each token", WAN, (1, 6, 33), FP16, each_token=True).only_for_tests(),
     case("picture", FLUX, (1, 4096, 3072)),
     case("text", FLUX, (1, 512, 3072)),
     case("joined", f"{FLUX}, single blocks", (1, 4608, 3072)),
@@ -56,3 +54,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     wide = dtype if draw.random() < 0.7 or dtype is torch.float64 else FP32
     x, residual = (small_integers(draw, shape, dtype, device) for _ in range(2))
     return x, residual, cases.random_modulation(draw, shape, wide, device)
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

@@ -7,12 +7,12 @@ import random
 import torch
 
 from turnout.ops.dot.cases import DTYPES, KINDS, LENGTHS, case
-from turnout.routing.case import small_integers
+from turnout.routing.case import Cases, small_integers
 
 BATCHES = ((16, 1_000_000), (64, 65536), (512, 4096), (4096, 128))
 
-CASES = [case(f"1x{k}@{k}x1", (1, k), (k, 1), dtype) for dtype in DTYPES for k in LENGTHS]
-CASES += [
+CALLS = [case(f"1x{k}@{k}x1", (1, k), (k, 1), dtype) for dtype in DTYPES for k in LENGTHS]
+CALLS += [
     case(f"{n}x1x{k}@{n}x{k}x1", (n, 1, k), (n, k, 1), dtype, "einsum('nk,nk->n'), pytorch #101249") for dtype in DTYPES for n, k in BATCHES
 ]
 PEERS = {"torch.matmul": torch.matmul}
@@ -27,3 +27,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     a = (length,) if not batch and draw.random() < 0.2 else (*batch, rows, length)
     b = (length,) if not other and draw.random() < 0.2 else (*other, length, cols)
     return small_integers(draw, a, dtype, device), small_integers(draw, b, dtype, device)
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS)

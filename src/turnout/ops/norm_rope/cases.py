@@ -10,9 +10,8 @@ from torch import Tensor
 
 from turnout.measure.peers import compiled
 from turnout.ops.norm_rope import normed, rotated
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
-INEXACT = True  # roots and quotients: small integers do not make results exact
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -61,11 +60,11 @@ def case(
 
 FLUX, WAN, QWEN, LTX = "Flux, black-forest-labs", "Wan2.1, Wan-AI", "Qwen-Image", "LTX-Video"
 
-CASES = [
-    case("tiny", FLUX, (5, 7), (4, 4), 16, FP32),
-    case("tiny", WAN, (9,), (3, 3), 16, FP32, norm="all"),
-    case("tiny half", "Cosmos", (9,), (4, 2), 24, FP16, pairing="half", rotary=16, batch=2),
-    case("tiny v", FLUX, (6, 3), (3,), 20, FP32, norm="none", table="none"),
+CALLS = [
+    case("tiny", FLUX, (5, 7), (4, 4), 16, FP32).only_for_tests(),
+    case("tiny", WAN, (9,), (3, 3), 16, FP32, norm="all").only_for_tests(),
+    case("tiny half", "Cosmos", (9,), (4, 2), 24, FP16, pairing="half", rotary=16, batch=2).only_for_tests(),
+    case("tiny v", FLUX, (6, 3), (3,), 20, FP32, norm="none", table="none").only_for_tests(),
     case("text", "Flux, 512 tokens", (512,)),
     case("small picture", "Flux, 512 x 512", (512, 1024)),
     case("two streams", "Flux, 1024 x 1024, double blocks", (512, 4096)),
@@ -84,7 +83,7 @@ CASES = [
     case("part, grouped heads", "GLM-4, a prompt", (4096,), (32, 2), norm="none", table="pair", rotary=64, out_layout="bshd"),
     case("q and k", "HunyuanVideo in float16", (4608,), dtype=FP16),
     case("q and k", "Flux in float32", (4608,), dtype=FP32),
-    *(case("q and k", "Flux on a CPU", (1024,), dtype=dtype) for dtype in (FP32, BF16)),
+    *(case("q and k", "Flux on a CPU", (1024,), dtype=dtype).only_on_a_cpu() for dtype in (FP32, BF16)),
 ]  # fmt: skip
 
 
@@ -150,3 +149,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
         elif sin is not None and draw.random() < 0.2:
             cos, sin = cos.to(dtype), sin.to(dtype)
     return (*streams, *weights, cos, sin, 1e-6, norm, rotary, pairing, draw.choice(("bhsd", "bhsd", "bshd")), draw.random() < 0.2)
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.routing.case import Case, normal, seeded, small_integers
+from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
-INEXACT = True  # exponentials
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
@@ -33,9 +32,9 @@ def case(name: str, source: str, batch: int, dim: int, length: int, dtype: torch
 
 MAMBA = "Mamba 790m, state-spaces/mamba"
 
-CASES = [
-    case("tiny", MAMBA, 2, 8, 5, FP32, states=4),
-    case("tiny", MAMBA, 1, 40, 70, FP16, held=True),
+CALLS = [
+    case("tiny", MAMBA, 2, 8, 5, FP32, states=4).only_for_tests(),
+    case("tiny", MAMBA, 1, 40, 70, FP16, held=True).only_for_tests(),
     case("step", MAMBA, 8, 3072, 1, BF16, held=True),
     case("prefill", MAMBA, 1, 3072, 2048, BF16),
     case("prefill", MAMBA, 8, 3072, 2048, BF16),
@@ -78,3 +77,6 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     bias = some(dim, kind=held) if draw.random() < 0.5 else None
     state = some(batch, dim, states, kind=held) if draw.random() < 0.5 else None
     return x, dt.abs(), A, B, C, D, z, bias, draw.random() < 0.5, state, draw.random() < 0.5
+
+
+CASES = Cases(CALLS, random_call, peers=PEERS, exact=False)

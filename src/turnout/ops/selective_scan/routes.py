@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from turnout.launch import Launch, LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.causal_conv1d import channel_last
 from turnout.ops.causal_conv1d.launches import empty_dense
@@ -69,14 +70,14 @@ def configs(problem: SelectiveScan, device: Device) -> list[Config]:
 
 
 @SELECTIVE_SCAN.route(
-    "one-launch", refuses=refuses, cost=cost, configs=configs, numerics="close", version=3,
+    "one-launch", refuses=refuses, cost=cost, configs=configs, prepare=prepare_from_plan, numerics="close", version=3,
     kernels=("turnout.ops.selective_scan.kernels:scan",),
 )  # fmt: skip
+@runs_plan
 def one_launch(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool, *, channels: int = 32, steps: int = 4, warps: int = 1,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from turnout.launch import launch
+) -> LaunchPlan:  # fmt: skip
     from turnout.ops.selective_scan.kernels import scan
 
     (batch, dim, length), states = x.shape, A.shape[1]
@@ -95,5 +96,5 @@ def one_launch(
     tensors = (x, dt, A, B, C, skip, z, bias, initial_state, y, final)
     # A warp that reads far ahead has a scheduler for itself: all registers are its own, and ptxas need not save any.
     registers = 255 if steps == AHEAD else None
-    launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps=warps, maxnreg=registers)
-    return y, final
+    launch = Launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps, {"maxnreg": registers})
+    return LaunchPlan((launch,), (y, final))

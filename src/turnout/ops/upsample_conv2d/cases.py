@@ -27,7 +27,7 @@ from turnout.ops.convolution.cases import (
     random_tensor,
 )
 from turnout.ops.upsample_conv2d import upsampled
-from turnout.routing.case import Case, normal, seeded
+from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
@@ -45,10 +45,10 @@ def case(
     return Case(named(size, channels, (3, 3), batch, layout=layout), source, dtype, make)
 
 
-CASES = [
-    case("tiny", (5, 6), (8, 5), FP32),
-    case("tiny", (5, 6), (8, 5), FP32, layout=FIRST),
-    case("tiny", (4, 4), (16, 16), FP16, batch=2),
+CALLS = [
+    case("tiny", (5, 6), (8, 5), FP32).only_for_tests(),
+    case("tiny", (5, 6), (8, 5), FP32, layout=FIRST).only_for_tests(),
+    case("tiny", (4, 4), (16, 16), FP16, batch=2).only_for_tests(),
     case(FLUX, (128, 128), (512, 512)),
     case(FLUX, (512, 512), (256, 256)),
     case(FLUX, (512, 512), (256, 256), layout=FIRST),
@@ -58,7 +58,7 @@ CASES = [
     case(WAN21, (120, 208), (384, 192), batch=4),
     case(WAN21, (60, 104), (384, 192), batch=2),
     case(WAN22, (176, 320), (512, 256), batch=4),
-    case("a small image on a CPU", (64, 64), (64, 64), FP32, layout=FIRST),
+    case("a small image on a CPU", (64, 64), (64, 64), FP32, layout=FIRST).only_on_a_cpu(),
 ]
 
 
@@ -69,9 +69,6 @@ def upsample_then_convolve(layout: str):
     return run
 
 
-NOT_OURS = ("channels-last", "phases")
-GLUON = ("implicit-gemm-hopper",)
-ORDINARY = ("weight",)
 PEERS = {
     "torch channels-first": upsample_then_convolve(FIRST),
     "torch channels-last": upsample_then_convolve(LAST),
@@ -90,3 +87,8 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     x = random_tensor(draw, (draw.choice((1, 1, 2)), into, *size), dtype, device)
     weight = random_tensor(draw, (out, into, *kernel), dtype, device)
     return x, weight, random_bias(draw, out, dtype, device), scale, padding
+
+
+CASES = Cases(
+    CALLS, random_call, peers=PEERS, ordinary=("weight",), of_torch=("channels-last", "phases"), not_interpreted=("implicit-gemm-hopper",)
+)

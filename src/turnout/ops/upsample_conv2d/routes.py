@@ -12,8 +12,8 @@ from torch import Tensor
 from turnout.launch import LaunchPlan, Workspace, start
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Lowering, direct_launch, phase_filters
-from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launch_into, precision_of, prepare_by
+from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Lowering, phase_filters
+from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launch_into, one_launch, precision_of, prepare_by
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
@@ -194,8 +194,8 @@ def plan_phases(
     fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
     filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)  # [scale, scale, Cout, Cin, rows, columns]
     launches = [
-        direct_launch(
-            lowering, input, filters[a, b], bias, out[:, :, a::scale, b::scale], (-top, -left), (1, 1), None, None, "zeros", config
+        one_launch(
+            lowering, input, filters[a, b], bias, out[:, :, a::scale, b::scale], (1, 1), (-top, -left), (1, 1), None, config
         )
         for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
     ]  # fmt: skip

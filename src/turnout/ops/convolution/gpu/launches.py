@@ -36,13 +36,12 @@ AXES = {
 }  # batch, shared axis, the other one, width, channels
 
 
-def implicit_gemm(
+def implicit_gemm_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
     residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
     pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> None:  # fmt: skip
+) -> Launch:  # fmt: skip
     """A convolution as one matrix product over pixels, without a buffer for it. Any GPU, any strides."""
-    from turnout.launch import launch
     from turnout.ops.convolution.gpu.kernels import implicit_gemm as kernel
 
     count = out.shape[0] * prod(out.shape[2:])
@@ -53,7 +52,13 @@ def implicit_gemm(
     }  # fmt: skip
     numbers = (count, *numbers_of(x, weight, out, padding, residual, cache))
     programs = ceil_div(count, pixels) * ceil_div(out.shape[1], filters)
-    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=warps, num_stages=3)
+    tensors = (x, weight, bias, residual, cache, out)
+    return Launch(kernel, programs, tensors, numbers, constants, warps, {"num_stages": 3})
+
+
+def implicit_gemm(*args: Any, **settings: Any) -> None:
+    """`implicit_gemm_launch`, launched."""
+    start(implicit_gemm_launch(*args, **settings))
 
 
 def implicit_gemm_configs(task: Task) -> list[Config]:
@@ -189,13 +194,12 @@ def implicit_gemm_hopper_configs(task: Task, device: Device) -> list[Config]:
     return [tile._asdict() for tile in tiles.best(task, device.shared, device.units)]
 
 
-def narrow_out(
+def narrow_out_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
     residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
     rows: int = 16, columns: int = 128, warps: int = 4,
-) -> None:  # fmt: skip
+) -> Launch:  # fmt: skip
     """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
-    from turnout.launch import launch
     from turnout.ops.convolution.gpu.kernels import narrow_out as kernel
 
     kd, kh, kw = weight.shape[2:]
@@ -210,7 +214,13 @@ def narrow_out(
     numbers = (strips, *numbers_of(x, weight, out, padding, residual, cache))
     programs = out.shape[0] * out.shape[2] * strips * ceil_div(out.shape[4], columns - kw + 1)
     # One stage: Triton 3.6 fails to pipeline sums that move from one accumulator to the next.
-    launch(kernel, programs, (x, weight, bias, residual, cache, out), numbers, constants, warps=warps, num_stages=1)
+    tensors = (x, weight, bias, residual, cache, out)
+    return Launch(kernel, programs, tensors, numbers, constants, warps, {"num_stages": 1})
+
+
+def narrow_out(*args: Any, **settings: Any) -> None:
+    """`narrow_out_launch`, launched."""
+    start(narrow_out_launch(*args, **settings))
 
 
 def narrow_out_configs(device: Device) -> list[Config]:
@@ -293,18 +303,22 @@ def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
 
 
 class Lowering(NamedTuple):
-    """How a convolution is launched: on any tensors, and by a Hopper kernel also on tensors as they are, by one launch."""
+    """How a convolution is launched: on any tensors with channels last, and on tensors as they are by one launch.
+
+    portable: that launch of a kernel for any GPU. plan, tile, launch: how a Hopper kernel's is planned.
+    """
 
     general: Callable[..., None]
+    portable: Callable[..., Launch] | None = None
     plan: Callable[..., HopperPlan] | None = None
     tile: Callable[..., tiles.Tile | tiles.NarrowTile] | None = None
     launch: Callable[..., Launch] | None = None
 
 
-GEMM = Lowering(implicit_gemm)
-GEMM_HOPPER = Lowering(implicit_gemm_hopper, _implicit_gemm_plan, tiles.Tile, _implicit_gemm_launch)
-NARROW = Lowering(narrow_out)
-NARROW_HOPPER = Lowering(narrow_out_hopper, _narrow_out_plan, tiles.NarrowTile, _narrow_out_launch)
+GEMM = Lowering(implicit_gemm, implicit_gemm_launch)
+GEMM_HOPPER = Lowering(implicit_gemm_hopper, None, _implicit_gemm_plan, tiles.Tile, _implicit_gemm_launch)
+NARROW = Lowering(narrow_out, narrow_out_launch)
+NARROW_HOPPER = Lowering(narrow_out_hopper, None, _narrow_out_plan, tiles.NarrowTile, _narrow_out_launch)
 
 
 def direct_launch(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from turnout.launch import LaunchPlan, prepare_from_plan, start
+from turnout.launch import Launch, LaunchPlan, prepare_from_plan, start
 from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs
@@ -177,9 +177,9 @@ def task_of(problem: Convolution) -> Task:
     )  # fmt: skip
 
 
-def prepare_by(plan: Callable[..., LaunchPlan | None], kernel: Kernel) -> Prepare | None:
-    """How a route by this kernel is prepared, where that is worth it: `plan(kernel.lowering, ...)` gives its launches."""
-    return functools.partial(prepare_from_plan, plan=functools.partial(plan, kernel.lowering)) if kernel.hopper else None
+def prepare_by(plan: Callable[..., LaunchPlan | None], kernel: Kernel) -> Prepare:
+    """How a route by this kernel is prepared: `plan(kernel.lowering, ...)` gives its launches."""
+    return functools.partial(prepare_from_plan, plan=functools.partial(plan, kernel.lowering))
 
 
 def declaration(kernel: Kernel) -> dict[str, Any]:
@@ -217,6 +217,24 @@ def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int
     return -channels % (tma.ALIGNMENT // dtype.itemsize)
 
 
+def one_launch(
+    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+) -> Launch | None:  # fmt: skip
+    """The launch that fills `out` from tensors as they are, see `launch_into`; None where one has to be moved first."""
+    if lowering.portable is None:
+        return direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config)
+    channels_last = all(t is None or known_last(t.shape, t.stride()) for t in (input, weight, residual, cache))
+    if not channels_last or (bias is not None and not bias.is_contiguous()):
+        return None
+    x, taps, beside, before = (None if t is None else as_clip(t) for t in (input, weight, residual, cache))
+    return lowering.portable(
+        x, taps, bias, as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0), dilation=triple(dilation, 1),
+        residual=beside, cache=before, pad_mode=pad_mode, precision=precision_in(input, weight), **config,
+    )  # fmt: skip
+
+
 def launch_into(
     lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
@@ -228,16 +246,21 @@ def launch_into(
         behind = (0, 0) * (input.dim() - 2) + (0, extra)
         input, weight, cache = (None if t is None else pad(t, behind) for t in (input, weight, cache))  # pyright: ignore
         input, weight, cache = (None if t is None else with_channels_last(t) for t in (input, weight, cache))  # pyright: ignore
-    direct = direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config)
-    if direct is not None:
-        start(direct)
+    launch = one_launch(lowering, input, weight, bias, out, stride, padding, dilation, residual, config, cache, pad_mode)
+    if launch is not None:
+        start(launch)
         return
-    precision = precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
+    precision = precision_in(input, weight)
     x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
     lowering.general(
         x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
         dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
     )  # fmt: skip
+
+
+def precision_in(input: Tensor, weight: Tensor) -> str:
+    """How a call's float32 is multiplied; half types are always multiplied as they are."""
+    return precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
 
 
 def with_channels_last(x: Tensor) -> Tensor:
@@ -271,7 +294,7 @@ def plan_convolution(
         return None
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
-    launch = direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, None, "zeros", config)
+    launch = one_launch(lowering, input, weight, bias, out, stride, padding, dilation, residual, config)
     return None if launch is None else LaunchPlan((launch,), out)
 
 

@@ -1,0 +1,138 @@
+"""What a rank of `test_processes` does. Each function is called on all ranks with the mesh."""
+
+import os
+import signal
+import time
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+import turnout
+from tests.parallel.matrix import CLIPS, LATENTS, model, random
+from turnout.models import DecodeStream
+
+
+@torch.no_grad()
+def same_bits(mesh, cases):
+    """Decode, encode and a stream, of each model by one process and split: whether all bits are the same."""
+    found = {}
+    for name, dtype, fast, split in cases:
+        vae = model(name, dtype, fast)
+        z, x = random(*LATENTS[name][-1], dtype=dtype), random(*CLIPS[name], dtype=dtype)
+        alone = vae.decode(z).sample, vae.encode(x).latent_dist.parameters
+        streamed = [DecodeStream(vae).decode(z[:, :, :1])]
+        turnout.distribute(vae, mesh, split=split, timeout=60)
+        for _ in range(2):
+            split_up = vae.decode(z).sample, vae.encode(x).latent_dist.parameters
+            streams = [DecodeStream(vae).decode(z[:, :, :1])]
+            pairs = zip((*alone, *streamed), (*split_up, *streams), strict=True)
+            found[name, str(dtype), fast, split] = [torch.equal(a, b) for a, b in pairs]
+    return found
+
+
+@torch.no_grad()
+def gathered(mesh, gather):
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 5, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, mesh, split="height", gather=gather, timeout=60)
+    part = vae.decode(z).sample
+    begin = 0 if mesh.get_local_rank() == 0 else 24
+    if gather == "none":
+        return torch.equal(part, alone[:, :, :, begin : begin + part.shape[3]])
+    return part is None if mesh.get_local_rank() else torch.equal(part, alone)
+
+
+@torch.no_grad()
+def refused_everywhere(mesh):
+    """Calls that every rank refuses; then one that works."""
+    vae = model("wan", torch.bfloat16, fast=True)
+    said = []
+
+    def refused(call):
+        try:
+            call()
+        except (ValueError, RuntimeError, TypeError) as failure:
+            said.append(f"{type(failure).__name__}: {failure}")
+        else:
+            said.append("nothing")
+
+    ranks = mesh.size()
+    refused(lambda: turnout.distribute(vae, DeviceMesh("cpu", torch.arange(ranks).view(ranks, 1), mesh_dim_names=("a", "b"))))
+    refused(lambda: turnout.distribute(torch.nn.Linear(2, 2), mesh))
+    vae.enable_tiling()
+    refused(lambda: turnout.distribute(vae, mesh))
+    vae.disable_tiling()
+    other = model("wan" if mesh.get_local_rank() else "wan22", torch.bfloat16, fast=True)
+    refused(lambda: turnout.distribute(other, mesh, timeout=60))
+    z = random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, mesh, timeout=60)
+    refused(lambda: vae.decode(z[:, :, :, :1, :1]))
+    refused(lambda: vae.decode(z if mesh.get_local_rank() else z[:, :, :1]))
+    with turnout.numerics("exact" if mesh.get_local_rank() else "close"):
+        refused(lambda: vae.decode(z))
+    return said, torch.equal(vae.decode(z).sample, alone)
+
+
+@torch.no_grad()
+def with_other_tables(mesh):
+    """The second rank has measured something of its own."""
+    from turnout.ops.causal_conv3d import CAUSAL_CONV3D
+    from turnout.routing.device import Device
+    from turnout.routing.table import Tables
+
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    turnout.distribute(vae, mesh, timeout=60)
+    if mesh.get_local_rank():
+        tables = Tables.for_device(Device.of("cpu"))
+        tables.here.rows.append({"op": CAUSAL_CONV3D.name, "measured": "elsewhere"})
+    vae.decode(z)
+
+
+@torch.no_grad()
+def one_raises(mesh):
+    """A hook of the last rank raises in the middle of a call; then all decode again."""
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, mesh, timeout=60)
+    vae.decode(z)
+    stream, calls = DecodeStream(vae), []
+    before = stream.decode(z[:, :, :1])
+
+    def raises(module, args):
+        calls.append(args)
+        if mesh.get_local_rank() == mesh.size() - 1:
+            raise OSError("of a hook")
+
+    handle, said = vae.decoder.mid_block.register_forward_pre_hook(raises), []
+    for call in (lambda: vae.decode(z), lambda: stream.decode(z[:, :, 1:])):
+        started = time.monotonic()
+        try:
+            call()
+        except (OSError, RuntimeError) as failure:
+            said.append((f"{type(failure).__name__}: {failure}", time.monotonic() - started))
+    handle.remove()
+    after = stream.decode(z[:, :, 1:])
+    return said, torch.equal(vae.decode(z).sample, alone), torch.equal(torch.cat([before, after], 2), alone)
+
+
+@torch.no_grad()
+def one_is_lost(mesh, how):
+    """The first rank, which holds the store of the process group, goes on; the last is killed, or does not answer."""
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    turnout.distribute(vae, mesh, timeout=10)
+    vae.decode(z)
+
+    def leaves(module, args):
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(25)
+
+    if mesh.get_local_rank() == mesh.size() - 1:
+        vae.decoder.mid_block.register_forward_pre_hook(leaves)
+    started = time.monotonic()
+    try:
+        vae.decode(z)
+    except RuntimeError as failure:
+        return f"{type(failure).__name__}: {failure}", time.monotonic() - started
+    return "nothing", time.monotonic() - started

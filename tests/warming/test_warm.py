@@ -1,0 +1,215 @@
+"""turnout.warm and its command: what is planned, what is said, and that nothing stays behind."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import turnout
+from turnout.cli import app
+from turnout.launch.ahead import Spec
+from turnout.launch.pretended import PRETENDED, NeedsValuesError
+from turnout.race.ahead import specs_of_race
+from turnout.race.models import RACERS
+from turnout.routing.op import OPS
+from turnout.warming.compiling import Compiler
+from turnout.warming.planning import specs_of_call
+from turnout.warming.warmed import card_named, compile_specs
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+X = torch.empty(1, 128, 512, 512, dtype=torch.bfloat16, device="meta").contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def card():
+    return card_named("h200")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A fresh folder for what Triton compiles."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def norm():
+    return nn.GroupNorm(32, 128).to(torch.bfloat16)
+
+
+def kernels(specs):
+    return [spec.name for spec in specs]
+
+
+def planned(call, *args, **kwargs):
+    return kernels(specs_of_call(call, args, kwargs, card_named("h200"), lambda model: None))
+
+
+def test_a_model_its_method_and_functions_that_use_it_are_planned_alike():
+    model = norm()
+    expected = planned(model, X)
+    assert expected == ["row_moments bfloat16", "row_apply bfloat16"]
+    assert planned(model.forward, X) == expected
+    assert planned(functools.partial(model, X)) == expected
+    assert planned(lambda x: model(x), X) == expected
+    assert planned(lambda: model(X)) == expected
+
+
+def test_planning_changes_nothing():
+    model, cache = norm(), OPS["group_norm_silu"].dispatch_cache
+    before = {name: (x, x.device, x._version) for name, x in model.state_dict(keep_vars=True).items()}
+    planned(model, X)
+    assert type(model) is nn.GroupNorm
+    assert {name: (x, x.device, x._version) for name, x in model.state_dict(keep_vars=True).items()} == before
+    assert not [key for key in cache if PRETENDED.index in key]
+
+
+def test_a_call_that_reads_values_is_refused_with_the_reason():
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x * x.sum().item()
+
+    with pytest.raises(NeedsValuesError, match="`item` of a tensor"):
+        planned(Reads(), X)
+
+
+def test_integers_that_a_program_wrote_down_keep_their_values():
+    class Loops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm()
+
+        def forward(self, x):
+            ends = torch.arange(3, device=x.device).cumsum(0)
+            for _ in range(int(ends[-1])):
+                x = self.norm(x)
+            return x
+
+    assert len(planned(Loops(), X)) == 2
+
+
+def test_a_function_without_a_model_is_refused():
+    with pytest.raises(TypeError, match=r"give turnout\.warm the model"):
+        planned(len, [])
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [("cpu", "has no kernels to compile"), ("h2000", "did you mean"), (None, "no GPU is here")],
+)
+def test_devices_that_nothing_is_compiled_for(device, said):
+    if device is None and torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ValueError, match=said):
+        turnout.warm(norm(), X, device=device)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [("huge", "has no size 'huge'"), ("480x832", "has 2 numbers"), ("481x832x5", "481 is no multiple of 8"), ("0x832x5", "a zero")],
+)
+def test_sizes_that_do_not_fit(size, said, card):
+    pytest.importorskip("diffusers")
+    with pytest.raises(ValueError, match=said):
+        specs_of_race("wan-vae", size, None, card)
+
+
+@pytest.mark.parametrize("name", RACERS)
+def test_every_model_that_races_can_be_planned(name, card):
+    pytest.importorskip(RACERS[name].package)
+    assert isinstance(specs_of_race(name, "tiny", None, card), list)
+
+
+def test_check_says_what_is_missing_until_it_is_compiled(cache):
+    missing = turnout.warm(norm(), X, device="h200", check=True)
+    assert not missing.ready
+    assert [kernel.state for kernel in missing.kernels] == ["missing", "missing"]
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+    told = []
+    compiled = turnout.warm(norm(), X, device="h200", jobs=2, progress=lambda *progress: told.append(progress))
+    assert [kernel.state for kernel in compiled.kernels] == ["compiled", "compiled"]
+    assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
+    assert turnout.warm(norm(), X, device="h200", check=True).ready
+
+
+def test_a_kernel_that_does_not_compile_does_not_stop_the_others(cache, card):
+    specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
+    odd: Spec = specs[0]._replace(constants=tuple((name, 3) for name, _ in specs[0].constants))
+    with Compiler() as compiler:
+        found = compile_specs(compiler, [odd, *specs], card, jobs=1, check=False, progress=None, begun=time.perf_counter())
+    assert len(found.named("compiled")) == 2
+    [failed] = found.named("failed")
+    assert failed.name == odd.name
+    assert failed.error
+    assert not found.ready
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["warm", *words])
+
+
+def test_the_command_ends_with_1_while_anything_is_missing(cache):
+    pytest.importorskip("diffusers")
+    found = run("flux", "--size", "tiny", "--device", "h200", "--check", "--json")
+    assert found.exit_code == 1
+    row = json.loads(found.stdout)
+    assert not row["ready"]
+    assert {kernel["state"] for kernel in row["kernels"]} == {"missing"}
+
+
+@pytest.mark.parametrize("words", [("flx", "--device", "h200"), ("flux", "--device", "cpu"), ("flux", "--device", "h200", "--jobs", "0")])
+def test_the_command_ends_with_2_for_what_cannot_be(words):
+    pytest.importorskip("diffusers")
+    assert run(*words).exit_code == 2
+
+
+def alive(group):
+    """The processes of a group that still run."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                state, _, process_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(process_group) == group and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+PROGRAM = """
+import sys, time
+from tests.warming.test_warm import X, norm
+from turnout.warming.compiling import Compiler
+from turnout.warming.planning import specs_of_call
+from turnout.warming.warmed import card_named
+card = card_named("h200")
+specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
+with Compiler() as compiler:
+    for answer in compiler.answers(specs, card, check=False, jobs=2):
+        print(compiler.process.pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks Linux for its processes")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_program(how, cache):
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert program.stdout is not None
+    group = int(program.stdout.readline())  # told as soon as compilations begin
+    program.send_signal(how)
+    program.wait(60)
+    end = time.monotonic() + 60
+    while alive(group) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert alive(group) == []
