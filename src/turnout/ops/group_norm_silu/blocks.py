@@ -102,7 +102,7 @@ def block_sums(x: Tensor, groups: int, where: Where | None = None) -> Tensor:
     kernels, in_shares = _cpu()
     batch, channels, *sizes = x.shape
     height, width = rows_and_columns(x.shape)
-    sums = torch.empty(batch, down, across, 2, groups, dtype=torch.float64)
+    sums = torch.empty(batch, down, across, 2, groups, dtype=torch.float64, device=x.device)
     strides = x.stride()
     xh, xw = (strides[-2] if len(sizes) > 1 else 0), (strides[-1] if sizes else 0)
     frames = np.asarray(_offsets(sizes[:-2], strides[2:-2]), np.int64)
@@ -127,7 +127,7 @@ def moments_of(sums: Tensor, count: int, eps: float) -> Tensor:
         return block_launches.launch_moments(sums, count, eps)
     kernels, _ = _cpu()
     batch, down, across, _, groups = sums.shape
-    moments = torch.empty(batch, 3, groups)
+    moments = torch.empty(batch, 3, groups, dtype=torch.float32, device=sums.device)
     kernels.combine(array(sums.reshape(batch, down * across, 2 * groups)), count, eps, array(moments))
     return moments
 
