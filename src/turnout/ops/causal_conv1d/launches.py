@@ -28,13 +28,19 @@ def dense_strides(shape: Sequence[int], last: bool) -> tuple[int, int, int]:
 
 
 def steps(x: Tensor, along: int) -> tuple[int, ...]:
-    """What every vector along an axis of x must divide: its size, and the strides that lead from one row to another."""
+    """What every vector along an axis of x must divide: its size, and the strides that lead from one row to
+    another.
+    """
     return (x.shape[along], *(x.stride(axis) for axis in range(3) if axis != along and x.shape[axis] > 1))
 
 
 def widest(most: int, *walks: tuple[Tensor, Iterable[int]]) -> int:
-    """The widest vector, in elements and a power of two, that divides every number given with a tensor and the place it starts at."""
-    while most > 1 and any(t.data_ptr() % (most * t.element_size()) or any(n % most for n in numbers) for t, numbers in walks):
+    """The widest vector, in elements and a power of two, that divides every number given with a tensor and
+    the place it starts at.
+    """
+    while most > 1 and any(
+        t.data_ptr() % (most * t.element_size()) or any(n % most for n in numbers) for t, numbers in walks
+    ):
         most //= 2
     return most
 
@@ -52,7 +58,9 @@ def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
 def segments(
     seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int
 ) -> tuple[Tensor | None, tuple[Launch, ...]]:  # fmt: skip
-    """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills it."""
+    """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills
+    it.
+    """
     from turnout.ops.causal_conv1d.kernels import segments as kernel
 
     if cu_seqlens is None:
@@ -64,7 +72,15 @@ def segments(
 
 
 def rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool, channels: int, vectors: int, warps: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seg: Tensor | None,
+    y: Tensor,
+    silu: bool,
+    channels: int,
+    vectors: int,
+    warps: int,
 ) -> Launch:
     from turnout.ops.causal_conv1d.kernels import rows as kernel
 
@@ -104,7 +120,9 @@ def edges(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial: Tensor | None,
     y: Tensor, final: Tensor | None, silu: bool,
 ) -> Launch:  # fmt: skip
-    """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states that are left."""
+    """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states
+    that are left.
+    """
     from turnout.ops.causal_conv1d.kernels import edges as kernel
 
     batch, dim, length = x.shape

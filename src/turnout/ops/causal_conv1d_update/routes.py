@@ -25,7 +25,12 @@ def refuses_anywhere(problem: CausalConv1dUpdate) -> Iterator[str]:
         yield "nothing to convolve, this route needs at least one element"
     if problem.state_length == 0:
         yield "a state of length 0, this route needs at least 1"
-    named = {"x": problem.dtype, "weight": problem.weight_dtype, "bias": problem.bias_dtype, "conv_state": problem.state_dtype}
+    named = {
+        "x": problem.dtype,
+        "weight": problem.weight_dtype,
+        "bias": problem.bias_dtype,
+        "conv_state": problem.state_dtype,
+    }
     yield from needs.needs_half_or_single(**named)
 
 
@@ -46,14 +51,20 @@ def refuses_on_cpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]
 def gpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
     fitted = device.fitted("causal_conv1d_update.kernels")
-    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
+    return (
+        None
+        if moving is None or device.type != "cuda"
+        else max(fitted.host, fitted.start + moving / fitted.share)
+    )
 
 
 def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d_update.kernels")
-    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(problem.length, 1)
+    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
+        problem.length, 1
+    )
     return fitted.start + problem.batch * problem.dim * each / device.cores
 
 
@@ -92,7 +103,9 @@ def on_gpu(
         "RING": cache_seqlens is not None, "SLOTS": conv_state_indices is not None, "WHOLE": whole,
     }  # fmt: skip
     numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
-    shift, lengths, slots = (None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices))
+    shift, lengths, slots = (
+        None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices)
+    )
     tensors = (new, conv_state, weight, shift, y, lengths, slots)
     launch = Launch(update, batch * ceil_div(dim, channels), tensors, numbers, constants, warps)
     return LaunchPlan((launch,), out)
@@ -127,11 +140,27 @@ def cpu_channels(
     slots = np.arange(batch) if conv_state_indices is None else array(conv_state_indices).astype(np.int64)
     if slots.max() >= conv_state.shape[0]:
         raise IndexError(f"conv_state_indices has {slots.max()}, conv_state has {conv_state.shape[0]} slots")
-    at = np.empty(0, np.int64) if cache_seqlens is None else array(cache_seqlens).astype(np.int64) % conv_state.shape[2]
+    at = (
+        np.empty(0, np.int64)
+        if cache_seqlens is None
+        else array(cache_seqlens).astype(np.int64) % conv_state.shape[2]
+    )
     taps = array(weight.to(torch.float32).t().contiguous())
     shift = np.zeros(dim, np.float32) if bias is None else array(bias.to(torch.float32).contiguous())
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
-    given = (flat(new), flat(conv_state), taps, shift, flat(y), slots, at, length, conv_state.shape[2], strides, activation == "silu")
+    given = (
+        flat(new),
+        flat(conv_state),
+        taps,
+        shift,
+        flat(y),
+        slots,
+        at,
+        length,
+        conv_state.shape[2],
+        strides,
+        activation == "silu",
+    )
     run = functools.partial(update, *given)
     run(0, 0)  # compiles: an interruption of that must not leave some of the states updated
     in_shares(run, tiles_of(batch, dim))

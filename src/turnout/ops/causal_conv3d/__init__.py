@@ -22,7 +22,9 @@ PAD_MODES = ("zeros", "replicate")
 
 
 class CausalConv3d(NamedTuple):
-    """Everything that may change the answer or the speed of one causal convolution: that of the input with the frames before it."""
+    """Everything that may change the answer or the speed of one causal convolution: that of the input with
+    the frames before it.
+    """
 
     convolution: Conv3d
     cache: Beside | None
@@ -52,7 +54,9 @@ class CausalConv3d(NamedTuple):
         return self.convolution._replace(input=whole, input_strides=strides)
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or unbatched."""
+        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or
+        unbatched.
+        """
         shape = self.convolution.input
         if self.cache is not None and (
             len(self.cache.shape) != 5
@@ -86,7 +90,9 @@ def reference(
     dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
-    y = in_format(F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight))
+    y = in_format(
+        F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight)
+    )
     return with_residual(y, residual)
 
 
@@ -98,7 +104,9 @@ def vjp(inputs: tuple, grads: tuple) -> tuple:
     held = 0 if cache is None else min(cache.shape[2], before)
     whole = with_frames_before(input, cache, before, pad_mode)
     wants = input.requires_grad or (cache is not None and cache.requires_grad)
-    dwhole, dweight, dbias = convolution_backward(grad, whole, weight, bias, stride, [0, *padding], dilation, groups, wants)
+    dwhole, dweight, dbias = convolution_backward(
+        grad, whole, weight, bias, stride, [0, *padding], dilation, groups, wants
+    )
     dinput = dcache = None
     if dwhole is not None:
         dmissing, dheld, dinput = dwhole.split([before - held, held, frames], 2)
@@ -115,7 +123,10 @@ def work(problem: CausalConv3d) -> Work:
     """That of the convolution, and the cache read once; frames of padding cost nothing."""
     found = costs.work(problem.padded)
     held = 0 if problem.cache is None else min(problem.cache.shape[2], problem.before)
-    frame = prod((*problem.convolution.input[:2], *problem.convolution.input[3:])) * problem.convolution.dtype.itemsize
+    frame = (
+        prod((*problem.convolution.input[:2], *problem.convolution.input[3:]))
+        * problem.convolution.dtype.itemsize
+    )
     return found._replace(bytes=found.bytes - (problem.before - held) * frame)
 
 
@@ -124,7 +135,11 @@ def family(problem: CausalConv3d) -> tuple:
     if problem.invalid() is not None:
         return problem, 0
     same, pixels = costs.family(problem.padded)
-    cache = None if problem.cache is None else (problem.cache.shape[2], costs.layout_of(problem.cache.shape, problem.cache.strides))
+    cache = (
+        None
+        if problem.cache is None
+        else (problem.cache.shape[2], costs.layout_of(problem.cache.shape, problem.cache.strides))
+    )
     return (same, cache, problem.pad_mode), pixels
 
 
@@ -133,7 +148,9 @@ def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
     if problem.invalid() is not None:
         return None
     found = costs.reference_cost(problem.padded, device)
-    joined = costs.copying(2 * prod(problem.padded.input), problem.convolution, device) if problem.before else 0.0
+    joined = (
+        costs.copying(2 * prod(problem.padded.input), problem.convolution, device) if problem.before else 0.0
+    )
     return None if found is None else found + joined
 
 
@@ -147,7 +164,18 @@ def arguments(
         raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
     if input.dim() == 4:
         input, cache, residual = (None if x is None else x.unsqueeze(0) for x in (input, cache, residual))  # pyright: ignore[reportAssignmentType]
-    return input, weight, bias, cache, spread(stride, 3), spread(padding, 2), spread(dilation, 3), groups, pad_mode, residual
+    return (
+        input,
+        weight,
+        bias,
+        cache,
+        spread(stride, 3),
+        spread(padding, 2),
+        spread(dilation, 3),
+        groups,
+        pad_mode,
+        residual,
+    )
 
 
 CAUSAL_CONV3D = Op(
@@ -174,16 +202,18 @@ def causal_conv3d(
     padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
     return_cache: bool = False, residual: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the input.
+    """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the
+    input.
 
-    input: `[N, Cin, D, H, W]` or without N, weight: `[Cout, Cin / groups, KD, KH, KW]`, bias: `[Cout]`. `padding` is that of H and W.
-    The frames before are the last ones of `cache` `[N, Cin, frames, H, W]`; where it has too few, or there is none, they are zeros or
-    (`pad_mode="replicate"`) the first frame. Returns y, with D frames where the stride is 1.
+    input: `[N, Cin, D, H, W]` or without N, weight: `[Cout, Cin / groups, KD, KH, KW]`, bias: `[Cout]`.
+    `padding` is that of H and W. The frames before are the last ones of `cache` `[N, Cin, frames, H, W]`;
+    where it has too few, or there is none, they are zeros or (`pad_mode="replicate"`) the first frame.
+    Returns y, with D frames where the stride is 1.
 
-    A clip in chunks: with `return_cache` the frames that the next chunk needs are returned too, a view of the input where it has enough
-    of them. A view keeps all of the input alive, and what is written into it is written into the input; clone it if
-    that matters. The frames give what the whole clip gives, if every chunk but the last has a multiple of the depth
-    stride.
+    A clip in chunks: with `return_cache` the frames that the next chunk needs are returned too, a view of the
+    input where it has enough of them. A view keeps all of the input alive, and what is written into it is
+    written into the input; clone it if that matters. The frames give what the whole clip gives, if every
+    chunk but the last has a multiple of the depth stride.
 
     `residual`, shaped like y, is added to it: the reference rounds before it adds, a route may round once.
 
@@ -202,11 +232,15 @@ def causal_conv3d(
         )
     )  # fmt: skip
     y = y.squeeze(0) if input.dim() == 4 else y
-    return (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
+    return (
+        (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
+    )
 
 
 def next_cache(input: Tensor, cache: Tensor | None, before: int) -> Tensor:
-    """The last `before` frames of cache and input, fewer where there are no more: a view of the input unless frames of both are needed."""
+    """The last `before` frames of cache and input, fewer where there are no more: a view of the input unless
+    frames of both are needed.
+    """
     frames = input.shape[-3]
     if frames >= before:
         return input.narrow(-3, frames - before, before)

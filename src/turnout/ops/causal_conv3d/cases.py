@@ -1,4 +1,6 @@
-"""Real calls of causal_conv3d: video autoencoders that decode a clip in chunks, with the last frames of the chunk before."""
+"""Real calls of causal_conv3d: video autoencoders that decode a clip in chunks, with the last frames of the
+chunk before.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,22 @@ def case(
         x = make_filled((1, into, *size), layout, dtype, device, generator)
         weight = make_weight(out, into, kernel, layout, dtype, device, generator)
         cache = make_filled((1, into, held, *size[1:]), layout, dtype, device, generator) if held else None
-        return x, weight, normal((out,), dtype, device, generator), cache, [stride, 1, 1], [k // 2 for k in kernel[1:]], 1, 1, pad_mode
+        return (
+            x,
+            weight,
+            normal((out,), dtype, device, generator),
+            cache,
+            [stride, 1, 1],
+            [k // 2 for k in kernel[1:]],
+            1,
+            1,
+            pad_mode,
+        )
 
     before = f"after {held}" if held else pad_mode
-    return Case(f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make)
+    return Case(
+        f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make
+    )
 
 
 CALLS = [
@@ -105,11 +119,16 @@ def joined_before(
 
 
 BOUNDS = {"conv3d of joined frames": joined_before}
-PEERS = {"torch cat, pad, conv3d, channels-first": joined_in(FIRST), "torch cat, pad, conv3d, channels-last": joined_in(LAST)}
+PEERS = {
+    "torch cat, pad, conv3d, channels-first": joined_in(FIRST),
+    "torch cat, pad, conv3d, channels-last": joined_in(LAST),
+}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both paddings."""
+    """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both
+    paddings.
+    """
     found, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
     x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
     before = (weight.shape[2] - 1) * found["dilation"][0]

@@ -41,7 +41,8 @@ def conv3d(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
     dilation: int | Sequence[int] = 1, groups: int = 1, *, residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """3-D convolution, exactly `torch.nn.functional.conv3d`: layouts, paddings in words, unbatched inputs, TF32 flags.
+    """3-D convolution, exactly `torch.nn.functional.conv3d`: layouts, paddings in words, unbatched inputs,
+    TF32 flags.
 
     input: `[N, Cin, D, H, W]` or without N, weight: `[Cout, Cin / groups, KD, KH, KW]`, bias: `[Cout]`.
     `residual`, shaped like the result, is added to it: torch rounds before it adds, a route may round once.

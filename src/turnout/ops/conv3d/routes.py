@@ -20,9 +20,13 @@ CONV3D.route("one-dnn", **shared.ONE_DNN)(shared.with_one_dnn)
 CONV3D.route("upcast", **shared.UPCAST)(shared.with_float32)
 CONV3D.route("winograd", **shared.WINOGRAD)(shared.with_winograd)
 CONV3D.route("implicit-gemm", **kernels.declaration(kernels.IMPLICIT_GEMM))(kernels.with_implicit_gemm)
-CONV3D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(kernels.with_implicit_gemm_hopper)
+CONV3D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(
+    kernels.with_implicit_gemm_hopper
+)
 CONV3D.route("narrow-out", **kernels.declaration(kernels.NARROW_OUT))(kernels.with_narrow_out)
-CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(kernels.with_narrow_out_hopper)
+CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(
+    kernels.with_narrow_out_hopper
+)
 
 
 @CONV3D.route("depth-taps", **shared.DEPTH_TAPS)
@@ -40,7 +44,11 @@ def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
 
 
 @CONV3D.route(
-    "depth-chunks", refuses=guards.refuses_depth_chunks, cost=costs.depth_chunks_cost, configs=groups_of_frames, **shared.IN_TORCH
+    "depth-chunks",
+    refuses=guards.refuses_depth_chunks,
+    cost=costs.depth_chunks_cost,
+    configs=groups_of_frames,
+    **shared.IN_TORCH,
 )
 def depth_chunks(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,

@@ -9,7 +9,7 @@ Roundings stand where eager PyTorch has them, and multiplications and additions 
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: RET505, RUF005, SIM108
+# ruff: noqa: RET505, RUF005
 
 import triton
 import triton.language as tl

@@ -1,9 +1,12 @@
-"""From tensors to launches of the GPU kernels of convolutions. Each writes `out`; what it cannot do `task` says, `<name>_refuses`.
+"""From tensors to launches of the GPU kernels of convolutions. Each writes `out`; what it cannot do `task`
+says, `<name>_refuses`.
 
-All see three spatial axes: tensors [N, C, D, H, W], weights [F, C, KD, KH, KW], depth 1 for a 2-D convolution. `padding` is what stands
-before the first frame, row and column; what stands behind the last follows from the size of `out`, so the two ends may differ. `cache`
-holds frames right before the first one of `x`; before those stand zeros, or copies of the very first one where `pad_mode` is "replicate".
-`residual` is added before the one rounding at the end; sums are taken in float32, TF32 (`precision`) only changes what is multiplied.
+All see three spatial axes: tensors [N, C, D, H, W], weights [F, C, KD, KH, KW], depth 1 for a 2-D
+convolution. `padding` is what stands before the first frame, row and column; what stands behind the last
+follows from the size of `out`, so the two ends may differ. `cache` holds frames right before the first one of
+`x`; before those stand zeros, or copies of the very first one where `pad_mode` is "replicate". `residual` is
+added before the one rounding at the end; sums are taken in float32, TF32 (`precision`) only changes what is
+multiplied.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ from turnout.routing.op import Config
 from turnout.routing.prepared import worked_out_once
 
 ROW_BYTES = 128  # what TMA reads or writes of a pixel at a time, at most
-REGISTERS, FETCHING = {1: 168, 2: 80}, 24  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
+REGISTERS, FETCHING = (
+    {1: 168, 2: 80},
+    24,
+)  # of a thread, by programs on a multiprocessor; 24 are enough for the warp that fetches
 AXES = {
     "depth": (0, 2, 3, 4, 1),
     "height": (0, 3, 2, 4, 1),
@@ -63,14 +69,22 @@ def implicit_gemm(*args: Any, **settings: Any) -> None:
 
 def implicit_gemm_configs(task: Task) -> list[Config]:
     filters, channels, size = max(power_of_two(task.weight[0]), 16), task.weight[1], task.dtype.itemsize
-    if task.dtype is torch.float32 and task.precision == "ieee":  # no tensor cores, and what is unrolled is spilled
+    if (
+        task.dtype is torch.float32 and task.precision == "ieee"
+    ):  # no tensor cores, and what is unrolled is spilled
         return [{"pixels": 64, "filters": min(filters, 64), "channels": 16, "warps": 4}]
     if channels * size % VECTOR_BYTES or task.x_strides[1] != 1:  # element by element
         narrow: Config = {"pixels": 64, "filters": min(filters, 32), "channels": 32, "warps": 4}
         # Few channels: finding an element costs more than multiplying it by all filters.
-        return [narrow] if channels >= 32 or filters <= 32 else [{**narrow, "filters": min(filters, 128)}, narrow]
+        return (
+            [narrow]
+            if channels >= 32 or filters <= 32
+            else [{**narrow, "filters": min(filters, 128)}, narrow]
+        )
     deep = 64 if size == 2 and channels % 64 == 0 else 32
-    return [{"pixels": 64 if channels < deep else 128, "filters": min(filters, 128), "channels": deep, "warps": 8}]
+    return [
+        {"pixels": 64 if channels < deep else 128, "filters": min(filters, 128), "channels": deep, "warps": 8}
+    ]
 
 
 def implicit_gemm_hopper(
@@ -79,7 +93,10 @@ def implicit_gemm_hopper(
     share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
     stages: int = 3, from_registers: bool = False,
 ) -> None:  # fmt: skip
-    """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
+    """The same by TMA and warpgroups.
+
+    Tensors that start at an address TMA cannot take go to `implicit_gemm`.
+    """
     if not tma.aligned(x, weight, out, residual, cache):
         implicit_gemm(
             x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
@@ -89,12 +106,17 @@ def implicit_gemm_hopper(
     from_registers = from_registers or x.dtype is torch.float32  # where TF32 is rounded
     tile = tiles.Tile(share, slots, rows, columns, channels, filters, stages, from_registers)
     weight, held = pack_weight(weight), map(memory, (x, out, cache, residual))
-    plan = _implicit_gemm_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    plan = _implicit_gemm_plan(
+        *held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device)
+    )
     start(_implicit_gemm_launch(plan, x, weight, bias, out, residual, cache))
 
 
 class HopperPlan(NamedTuple):
-    """What a launch needs beside tensors. It follows from shapes, and takes longer to find than the launch itself."""
+    """What a launch needs beside tensors.
+
+    It follows from shapes, and takes longer to find than the launch itself.
+    """
 
     patterns: tuple
     programs: int
@@ -104,12 +126,23 @@ class HopperPlan(NamedTuple):
 
 
 def _implicit_gemm_launch(
-    plan: HopperPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+    plan: HopperPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None,
+    cache: Tensor | None,
 ) -> Launch:
     from turnout.ops.convolution.gpu.gluon_kernels import implicit_gemm as kernel
 
-    tensors = (*map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns), bias)
-    return Launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, 4, {"operands_are_kept": True})
+    tensors = (
+        *map(tma.described, (x, cache, weight, weight, out, out, residual, residual), plan.patterns),
+        bias,
+    )
+    return Launch(
+        kernel, plan.programs, tensors, plan.numbers, plan.constants, 4, {"operands_are_kept": True}
+    )
 
 
 Memory = tuple[tuple[int, ...], ...]  # shape and strides of a tensor, nothing if there is none
@@ -131,13 +164,21 @@ def _implicit_gemm_plan(
     part = half if tile.boxes == 1 else box  # what a warpgroup writes at a time
 
     def pixels(held: Memory, block: tuple[int, int], last: int) -> Any:
-        return pattern_along(axes, held, dtype, (1, 1, *block, min(last, ROW_BYTES // dtype.itemsize))) if last else None
+        return (
+            pattern_along(axes, held, dtype, (1, 1, *block, min(last, ROW_BYTES // dtype.itemsize)))
+            if last
+            else None
+        )
 
     (filters, channels, *size), taps = weight, prod(weight[2:])
 
     def taps_of(count: int) -> Any:  # [F, KD*KH*KW, C]
         block = (count, 1, tile.channels)
-        return tma.pattern((filters, taps, channels), (taps * channels, channels, 1), dtype, block) if count else None
+        return (
+            tma.pattern((filters, taps, channels), (taps * channels, channels, 1), dtype, block)
+            if count
+            else None
+        )
 
     patterns = (
         pixels(x, box, tile.channels), pixels(cache, box, tile.channels), taps_of(wide), taps_of(narrow),
@@ -168,7 +209,9 @@ def pattern_along(axes: tuple[int, ...], held: Memory, dtype: torch.dtype, block
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to TF32."""
+    """The weight as TMA and the tensor cores want it: channels last without gaps, and float32 rounded to
+    TF32.
+    """
     from turnout.launch import launch
     from turnout.ops.convolution.gpu.gluon_kernels import round_to_tf32
 
@@ -178,7 +221,14 @@ def pack_weight(weight: Tensor) -> Tensor:
     if weight.dtype is not torch.float32:
         return weight
     found = torch.empty_strided(weight.shape, steps, dtype=weight.dtype, device=weight.device)
-    launch(round_to_tf32, ceil_div(weight.numel(), 1024), (weight, found), (weight.numel(),), {"BLOCK": 1024}, warps=4)
+    launch(
+        round_to_tf32,
+        ceil_div(weight.numel(), 1024),
+        (weight, found),
+        (weight.numel(),),
+        {"BLOCK": 1024},
+        warps=4,
+    )
     return found
 
 
@@ -199,11 +249,17 @@ def narrow_out_launch(
     residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
     rows: int = 16, columns: int = 128, warps: int = 4,
 ) -> Launch:  # fmt: skip
-    """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel. Any GPU, any strides."""
+    """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel.
+
+    Any GPU, any strides.
+    """
     from turnout.ops.convolution.gpu.kernels import narrow_out as kernel
 
     kd, kh, kw = weight.shape[2:]
-    rows, columns = min(rows, power_of_two(out.shape[3])), min(columns, max(power_of_two(out.shape[4] + kw - 1), 16))
+    rows, columns = (
+        min(rows, power_of_two(out.shape[3])),
+        min(columns, max(power_of_two(out.shape[4] + kw - 1), 16)),
+    )
     strips = ceil_div(out.shape[3], rows)
     deep = min(max(power_of_two(x.shape[1]), 16), 128)
     wide = power_of_two(kw)
@@ -224,7 +280,9 @@ def narrow_out(*args: Any, **settings: Any) -> None:
 
 
 def narrow_out_configs(device: Device) -> list[Config]:
-    """On Hopper as it was measured there; elsewhere 128 columns need more registers than there are, with Triton 3.9 eight warps too."""
+    """On Hopper as it was measured there; elsewhere 128 columns need more registers than there are, with
+    Triton 3.9 eight warps too.
+    """
     return [{"rows": 16, "columns": 128 if device.capability == (9, 0) else 64}]
 
 
@@ -233,7 +291,10 @@ def narrow_out_hopper(
     residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
     share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
 ) -> None:  # fmt: skip
-    """The same by TMA and warpgroups. Tensors that start at an address TMA cannot take go to `implicit_gemm`."""
+    """The same by TMA and warpgroups.
+
+    Tensors that start at an address TMA cannot take go to `implicit_gemm`.
+    """
     if not tma.aligned(x, weight, cache):
         implicit_gemm(
             x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
@@ -242,12 +303,20 @@ def narrow_out_hopper(
         return
     tile = tiles.NarrowTile(share, slots, channels, stages)
     weight, held = pack_weight(weight), map(memory, (x, out, cache, residual))
-    plan = _narrow_out_plan(*held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device))
+    plan = _narrow_out_plan(
+        *held, weight.shape, x.dtype, padding, dilation, pad_mode == "replicate", tile, Device.of(x.device)
+    )
     start(_narrow_out_launch(plan, x, weight, bias, out, residual, cache))
 
 
 def _narrow_out_launch(
-    plan: HopperPlan, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, residual: Tensor | None, cache: Tensor | None
+    plan: HopperPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    residual: Tensor | None,
+    cache: Tensor | None,
 ) -> Launch:
     from turnout.ops.convolution.gpu.gluon_narrow_kernels import narrow_out, narrow_out_rolled
 
@@ -277,7 +346,10 @@ def _narrow_out_plan(
     frames, blocks = cache[0][2] if cache else 0, ceil_div(channels, tile.channels)
     resident = tile.resident(weight, dtype.itemsize, device.shared)
     registers = REGISTERS[resident]
-    before, strides = (padding[s], padding[u], padding[2]), [held[1][a] if held else 0 for held in (out, residual) for a in axes]
+    before, strides = (
+        (padding[s], padding[u], padding[2]),
+        [held[1][a] if held else 0 for held in (out, residual) for a in axes],
+    )
     replicate = replicate and tile.share != "height" and padding[0] > frames
     constants = {
         "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
@@ -287,14 +359,42 @@ def _narrow_out_plan(
         nw, strips = ceil_div(width, 2 * window), ceil_div(others, tile.slots)
         count = batch * places * strips * nw
         numbers = (count, nw, strips, places, frames, *before, filters, others, width, *strides)
-        constants = {"KS": size[0], "KU": size[1], "BLOCKS": blocks, "REPLICATE": replicate, "ROWS": tile.slots, **constants}
+        constants = {
+            "KS": size[0],
+            "KU": size[1],
+            "BLOCKS": blocks,
+            "REPLICATE": replicate,
+            "ROWS": tile.slots,
+            **constants,
+        }
     else:
         ns, nw = ceil_div(places, tile.slots), ceil_div(width, window)
         nt = ceil_div(others * nw, 2)
         count = batch * ns * nt
-        numbers = (count, nw, nt, ns, blocks, frames, x[0][axes[1]], *before, filters, places, others, width, *strides)
+        numbers = (
+            count,
+            nw,
+            nt,
+            ns,
+            blocks,
+            frames,
+            x[0][axes[1]],
+            *before,
+            filters,
+            places,
+            others,
+            width,
+            *strides,
+        )
         apart = {"TAP_S": (size[1], 1)[s], "TAP_U": (size[1], 1)[u]}
-        constants = {"KS": size[s], "KU": size[u], **apart, "REPLICATE": replicate, "SLOTS": tile.slots, **constants}
+        constants = {
+            "KS": size[s],
+            "KU": size[u],
+            **apart,
+            "REPLICATE": replicate,
+            "SLOTS": tile.slots,
+            **constants,
+        }
     return HopperPlan(patterns, min(count, resident * device.units), numbers, constants, registers)
 
 
@@ -303,7 +403,8 @@ def narrow_out_hopper_configs(task: Task, device: Device) -> list[Config]:
 
 
 class Lowering(NamedTuple):
-    """How a convolution is launched: on any tensors with channels last, and on tensors as they are by one launch.
+    """How a convolution is launched: on any tensors with channels last, and on tensors as they are by one
+    launch.
 
     portable: that launch of a kernel for any GPU. plan, tile, launch: how a Hopper kernel's is planned.
     """
@@ -325,8 +426,8 @@ def direct_launch(
     lowering: Lowering, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
     dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
 ) -> Launch | None:  # fmt: skip
-    """The launch on tensors as they are, 2-D or 3-D, stride 1. None where one of them has to be moved or rounded first
-    or begins where TMA cannot, and for other kernels than Hopper's."""
+    """The launch on tensors as they are, 2-D or 3-D, stride 1. None where one of them has to be moved or
+    rounded first or begins where TMA cannot, and for other kernels than Hopper's."""
     if lowering.launch is None or not tma.aligned(x, weight, out, residual, cache):
         return None
     plan = _direct_plan(
@@ -345,7 +446,9 @@ def _direct_plan(
     x, out, cache, residual, weight = held
     if lowering.plan is None or lowering.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
         return None
-    if x[0][1] * dtype.itemsize % tma.ALIGNMENT or not all(channels_last(*each) for each in (x, cache, residual) if each):
+    if x[0][1] * dtype.itemsize % tma.ALIGNMENT or not all(
+        channels_last(*each) for each in (x, cache, residual) if each
+    ):
         return None
     filters, steps = as_clip(*weight)
     if not channels_last_steps(filters, steps)[1]:
@@ -353,7 +456,9 @@ def _direct_plan(
     three = len(padding) == 3
     padding, dilation = padding if three else (0, *padding), dilation if three else (1, *dilation)
     clips = [as_clip(*each) if each else () for each in (x, out, cache, residual)]
-    return lowering.plan(*clips, filters, dtype, padding, dilation, replicate, lowering.tile(**dict(config)), device)
+    return lowering.plan(
+        *clips, filters, dtype, padding, dilation, replicate, lowering.tile(**dict(config)), device
+    )
 
 
 def phase_filters(
@@ -364,7 +469,9 @@ def phase_filters(
     from turnout.ops.convolution.gpu.kernels import phase_filters as kernel
 
     filters, channels, high, wide = weight.shape
-    out = torch.empty((scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device)
+    out = torch.empty(
+        (scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device
+    )
     constants = {
         "SCALE": scale, "PH": padding[0], "PW": padding[1], "KH": high, "KW": wide, "ROWS": rows, "COLUMNS": columns, "BLOCK": 512,
     }  # fmt: skip
@@ -381,13 +488,21 @@ def as_clip(shape: tuple[int, ...], strides: tuple[int, ...]) -> Memory:
 
 
 def transpose(x: Tensor, out: Tensor) -> bool:
-    """Copy x from channels first into `out`, channels last, or the other way round. False, and nothing done, for other layouts."""
+    """Copy x from channels first into `out`, channels last, or the other way round.
+
+    False, and nothing done, for other layouts.
+    """
     from turnout.launch import launch
     from turnout.ops.convolution.gpu.kernels import transpose as kernel
 
     steps = [one_axis(t.shape[2:], t.stride()[2:]) for t in (x, out)]
     last = x.stride(1) == 1
-    if None in steps or x.dtype not in HALF_AND_SINGLE or (x if last else out).stride(1) != 1 or (out if last else x).stride(-1) != 1:
+    if (
+        None in steps
+        or x.dtype not in HALF_AND_SINGLE
+        or (x if last else out).stride(1) != 1
+        or (out if last else x).stride(-1) != 1
+    ):
         return False
     channels, pixels = x.shape[1], prod(x.shape[2:])
     block = min(64 if channels % 64 == 0 or channels > 256 else 32, power_of_two(channels))
@@ -409,7 +524,9 @@ def one_axis(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return None if len(steps) > 1 else steps[0] if steps else 1
 
 
-def numbers_of(x: Tensor, weight: Tensor, out: Tensor, padding: Triple, residual: Tensor | None, cache: Tensor | None) -> tuple[int, ...]:
+def numbers_of(
+    x: Tensor, weight: Tensor, out: Tensor, padding: Triple, residual: Tensor | None, cache: Tensor | None
+) -> tuple[int, ...]:
     """Sizes, paddings and strides, in the order in which the Triton kernels take them."""
     before = (0, 0, 0, 0) if cache is None else (cache.stride(0), *cache.stride()[2:])
     return (

@@ -1,7 +1,9 @@
-"""Routes by our own GPU kernels, for all four ops: what they need, what they cost, and how a call reaches them.
+"""Routes by our own GPU kernels, for all four ops: what they need, what they cost, and how a call reaches
+them.
 
-The kernels work channels last. What is not so is copied before, and the output is copied behind where torch's has channels first.
-Few channels of half precision, such as the three of a picture, are copied with zeros behind them where TMA could not read them.
+The kernels work channels last. What is not so is copied before, and the output is copied behind where torch's
+has channels first. Few channels of half precision, such as the three of a picture, are copied with zeros
+behind them where TMA could not read them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs
 from turnout.ops.convolution.gpu import launches, task, tiles
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering, direct_launch
+from turnout.ops.convolution.gpu.launches import (
+    GEMM,
+    GEMM_HOPPER,
+    NARROW,
+    NARROW_HOPPER,
+    Lowering,
+    direct_launch,
+)
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, output_in, torch_format
 from turnout.ops.convolution.methods import output_frames
@@ -36,26 +45,36 @@ FITTED = "convolution.kernels"  # the section of a device's constants
 
 
 class Kernel(NamedTuple):
-    """What one of our kernels is declared with: refusals, configurations, its time beside reading and writing, in seconds."""
+    """What one of our kernels is declared with: refusals, configurations, its time beside reading and
+    writing, in seconds.
+    """
 
     refuses: Callable[[Task], Iterator[str]]
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
     lowering: Lowering
-    kernels: tuple[str, ...]  # also those that copy or round before and behind; not what unaligned tensors fall back to
+    kernels: tuple[
+        str, ...
+    ]  # also those that copy or round before and behind; not what unaligned tensors fall back to
 
     @property
     def hopper(self) -> bool:
         return self.lowering.launch is not None
 
     def widened(self, given: Task) -> Task:
-        """The task as it is launched: with channels up to a whole number of TMA's 16 bytes, which are zeros in a copy."""
+        """The task as it is launched: with channels up to a whole number of TMA's 16 bytes, which are zeros
+        in a copy.
+        """
         extra = extra_channels(self.lowering, given.x[1], given.dtype) if given.x[1] == given.weight[1] else 0
         if not extra:
             return given
         (batch, channels, *size), (filters, _, *taps) = given.x, given.weight
         x = (batch, channels + extra, *size)
-        cache = dense_strides((batch, channels + extra, given.cache, *size[1:]), LAST[5]) if given.cache_strides else None
+        cache = (
+            dense_strides((batch, channels + extra, given.cache, *size[1:]), LAST[5])
+            if given.cache_strides
+            else None
+        )
         return given._replace(
             x=x, weight=(filters, channels + extra, *taps), x_strides=dense_strides(x, LAST[5]), cache_strides=cache
         )  # fmt: skip
@@ -68,7 +87,11 @@ class Kernel(NamedTuple):
         """One launch: the longer of its arithmetic and of what it reads and writes."""
         arithmetic = self.arithmetic(given, device)
         bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
-        return None if arithmetic is None else max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
+        return (
+            None
+            if arithmetic is None
+            else max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
+        )
 
     def cost(self, given: Task, around: float, device: Device) -> float | None:
         """The seconds of a call: `around` is what moving tensors from and to other layouts takes."""
@@ -76,20 +99,30 @@ class Kernel(NamedTuple):
         seconds = self.seconds(task, device)
         if seconds is None or task is given:
             return None if seconds is None else max(fitted.host, seconds + around)
-        copied = costs.gpu_moving((prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, fitted.widening)
+        copied = costs.gpu_moving(
+            (prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, fitted.widening
+        )
         return max(fitted.host + fitted.widening_host, seconds + around + copied)
 
 
 def peak_of(given: Task, device: Device) -> float | None:
-    kind = given.precision if given.dtype is torch.float32 and given.precision == "tf32" else str(given.dtype).removeprefix("torch.")
+    kind = (
+        given.precision
+        if given.dtype is torch.float32 and given.precision == "tf32"
+        else str(given.dtype).removeprefix("torch.")
+    )
     peak = device.flops.get(kind)
     return None if peak is None else peak.value
 
 
 def portable_arithmetic(given: Task, device: Device) -> float | None:
-    """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered pixels, less with few
-    channels, hardly any where they do not make whole vectors."""
-    peak, channels, filters = peak_of(given, device), given.weight[1], max(32, 1 << (given.weight[0] - 1).bit_length())
+    """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered
+    pixels, less with few channels, hardly any where they do not make whole vectors."""
+    peak, channels, filters = (
+        peak_of(given, device),
+        given.weight[1],
+        max(32, 1 << (given.weight[0] - 1).bit_length()),
+    )
     fitted = device.fitted(FITTED)
     if channels * given.dtype.itemsize % 16:
         share = fitted.gathered_odd_channels
@@ -97,7 +130,11 @@ def portable_arithmetic(given: Task, device: Device) -> float | None:
         share = fitted.gathered_few_channels
     else:
         share = fitted.gathered_float32 if given.dtype is torch.float32 else fitted.gathered
-    return None if peak is None else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
+    return (
+        None
+        if peak is None
+        else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
+    )
 
 
 def hopper_arithmetic(given: Task, device: Device) -> float | None:
@@ -107,12 +144,16 @@ def hopper_arithmetic(given: Task, device: Device) -> float | None:
 
 
 def narrow_reading(kernel: str) -> Callable[[Task, Device], float]:
-    """Reading the input decides: at a share of the bandwidth with one depth of the kernel, slower for each further one."""
+    """Reading the input decides: at a share of the bandwidth with one depth of the kernel, slower for each
+    further one.
+    """
 
     def seconds(given: Task, device: Device) -> float:
         fitted = device.fitted(FITTED)
         alone, more = getattr(fitted, kernel), getattr(fitted, f"{kernel}_more_depth")
-        return costs.gpu_moving(prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1)))
+        return costs.gpu_moving(
+            prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1))
+        )
 
     return seconds
 
@@ -155,14 +196,18 @@ def clip_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def clip_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor that the kernels get: its own where channels are last, those of a copy where they are not."""
+    """The strides of a tensor that the kernels get: its own where channels are last, those of a copy where
+    they are not.
+    """
     if not channels_last(shape, strides):
         return dense_strides(clip_shape(shape), LAST[5])
     return (*strides[:2], strides[2] * shape[2], *strides[2:]) if len(shape) == 4 else strides
 
 
 def precision_of(float32: Float32, channels: int, filters: int) -> str:
-    """How float32 is multiplied: in TF32 where torch allows it and cuDNN would do so too, which it does for channels in fours only."""
+    """How float32 is multiplied: in TF32 where torch allows it and cuDNN would do so too, which it does for
+    channels in fours only.
+    """
     return "tf32" if float32.conv == "tf32" and channels % 4 == 0 and filters % 4 == 0 else "ieee"
 
 
@@ -211,7 +256,10 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 
 
 def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int:
-    """How many channels of zeros are put behind for a launch. (TF32 needs none: it is taken for channels in fours only.)"""
+    """How many channels of zeros are put behind for a launch.
+
+    (TF32 needs none: it is taken for channels in fours only.)
+    """
     if lowering is not GEMM_HOPPER or dtype not in (torch.float16, torch.bfloat16):
         return 0
     return -channels % (tma.ALIGNMENT // dtype.itemsize)
@@ -222,10 +270,16 @@ def one_launch(
     padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
     pad_mode: str = "zeros",
 ) -> Launch | None:  # fmt: skip
-    """The launch that fills `out` from tensors as they are, see `launch_into`; None where one has to be moved first."""
+    """The launch that fills `out` from tensors as they are, see `launch_into`; None where one has to be moved
+    first.
+    """
     if lowering.portable is None:
-        return direct_launch(lowering, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config)
-    channels_last = all(t is None or known_last(t.shape, t.stride()) for t in (input, weight, residual, cache))
+        return direct_launch(
+            lowering, input, weight, bias, out, padding, dilation, residual, cache, pad_mode, config
+        )
+    channels_last = all(
+        t is None or known_last(t.shape, t.stride()) for t in (input, weight, residual, cache)
+    )
     if not channels_last or (bias is not None and not bias.is_contiguous()):
         return None
     x, taps, beside, before = (None if t is None else as_clip(t) for t in (input, weight, residual, cache))
@@ -246,12 +300,16 @@ def launch_into(
         behind = (0, 0) * (input.dim() - 2) + (0, extra)
         input, weight, cache = (None if t is None else pad(t, behind) for t in (input, weight, cache))  # pyright: ignore
         input, weight, cache = (None if t is None else with_channels_last(t) for t in (input, weight, cache))  # pyright: ignore
-    launch = one_launch(lowering, input, weight, bias, out, stride, padding, dilation, residual, config, cache, pad_mode)
+    launch = one_launch(
+        lowering, input, weight, bias, out, stride, padding, dilation, residual, config, cache, pad_mode
+    )
     if launch is not None:
         start(launch)
         return
     precision = precision_in(input, weight)
-    x, taps, beside, before = (None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache))
+    x, taps, beside, before = (
+        None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache)
+    )
     lowering.general(
         x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
         dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
@@ -260,7 +318,11 @@ def launch_into(
 
 def precision_in(input: Tensor, weight: Tensor) -> str:
     """How a call's float32 is multiplied; half types are always multiplied as they are."""
-    return precision_of(Float32.of(input), input.shape[1], weight.shape[0]) if input.dtype is torch.float32 else "tf32"
+    return (
+        precision_of(Float32.of(input), input.shape[1], weight.shape[0])
+        if input.dtype is torch.float32
+        else "tf32"
+    )
 
 
 def with_channels_last(x: Tensor) -> Tensor:
@@ -271,7 +333,11 @@ def with_channels_last(x: Tensor) -> Tensor:
 @worked_out_once
 def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a convolution with such stride, padding and dilation."""
-    return (input[0], weight[0], *itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True)))
+    return (
+        input[0],
+        weight[0],
+        *itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True)),
+    )
 
 
 def convolved(

@@ -19,9 +19,10 @@ MOST_NARROW = 64  # filters times columns of the kernel, each rounded up to a po
 
 
 class Task(NamedTuple):
-    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is what stands before the first
-    frame, row and column; what stands behind the last follows from the size of `out`. `precision` is how float32 is multiplied, "tf32"
-    or "ieee"; other dtypes ignore it. `cache` counts frames."""
+    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is
+    what stands before the first frame, row and column; what stands behind the last follows from the size of
+    `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache` counts
+    frames."""
 
     x: tuple[int, ...]
     weight: tuple[int, ...]
@@ -40,7 +41,9 @@ class Task(NamedTuple):
 
     @property
     def frames_before(self) -> bool:
-        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find them."""
+        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find
+        them.
+        """
         return self.cache > 0 or self.replicates
 
     @property
@@ -53,7 +56,11 @@ class Task(NamedTuple):
         """The share of the kernel's depth that sees frames, not zeros before the first or behind the last."""
         frames, depth, outputs = self.x[2], self.weight[2], self.out[2]
         first = -self.padding[0] if self.pad_mode == "replicate" else -self.cache
-        at = (o * self.stride[0] + k * self.dilation[0] - self.padding[0] for o in range(outputs) for k in range(depth))
+        at = (
+            o * self.stride[0] + k * self.dilation[0] - self.padding[0]
+            for o in range(outputs)
+            for k in range(depth)
+        )
         return sum(first <= frame < frames for frame in at) / max(outputs * depth, 1)
 
 
