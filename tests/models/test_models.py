@@ -47,6 +47,7 @@ def test_accelerated_agrees_and_restored_is_the_same(name):
     assert count[op] > 0
     close(fast, stock)
     assert report.patched
+    assert len(str(report).splitlines()) <= 24  # it fits a screen
     assert all("is known" in said for said in report.models.values())
     assert model.state_dict().keys() == state.keys()
     assert turnout.restore(model) == len(report.patched)

@@ -227,6 +227,42 @@ def bound_forward(model, seen):
     block.forward = types.MethodType(forward, block)
 
 
+def two_loras(model, seen):
+    """Both active, with weights of their own, as `set_adapters` sets them."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    torch.manual_seed(1)
+    names = [path for path, m in layers(model, plain=True) if getattr(m, "groups", 1) == 1]
+    for name in ("one", "other"):
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=names, init_lora_weights=False), model, adapter_name=name)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.set_adapter(["one", "other"])
+            module.set_scale("one", 0.3)
+            module.set_scale("other", 0.8)
+
+
+def other_eps(model, seen):
+    for module in model.modules():
+        for name in ("eps", "variance_epsilon"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.1)
+
+
+def without_biases(model, seen):
+    for _, module in layers(model):
+        if module._parameters.get("bias") is not None:
+            module.bias = None
+
+
+def other_activations(model, seen):
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.SiLU):
+            above, _, name = path.rpartition(".")
+            setattr(model.get_submodule(above), name, nn.ReLU())
+
+
 def seamless(model, seen):
     """Pictures without seams, as their users make them: convolutions that pad in a circle."""
     for _, layer in layers(model):
@@ -252,5 +288,6 @@ THINGS = {
         hooks_on_leaves, hooks_everywhere, pre_hooks, one_hook, global_hooks, replaced_forwards, offloaded, offloaded_in_blocks,
         offloaded_in_leaves, cast_layerwise, lora, lora_merged, lora_deleted, weight_norms, old_weight_norms, pruned, replaced_layers,
         tensor_subclasses, gathered, dropouts_in_training, copied, bound_forward, seamless, own_conv_forward,
+        two_loras, other_eps, without_biases, other_activations,
     )
 }  # fmt: skip

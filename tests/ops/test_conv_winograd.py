@@ -5,10 +5,11 @@ import itertools
 import pytest
 import torch
 
-from tests.ops.test_conv2d_conv3d import CPU, made, views
+from tests.ops.test_conv2d_conv3d import made, views
 from turnout.measure.verify import Trial
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
+from turnout.routing.device import Device
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +39,7 @@ WINOGRAD = [
 def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
     x, w, bias = made(shape, weight, dtype, layout)
     args = op.arguments(x, w, bias, padding=padding)
-    assert not list(op.routes["winograd"].refuses(op.problem(*args), CPU))
+    assert not list(op.routes["winograd"].refuses(op.problem(*args), Device.of("cpu")))
     assert Trial(op, args).complaint("close", op.routes["winograd"].run) is None
 
 

@@ -24,7 +24,7 @@ from turnout.routing.row import Unreadable, decode
 
 FARTHEST = 3.0  # how many times larger or smaller a constant may become in one go
 STEPS = (0.33, 0.5, 0.71, 0.84, 0.92, 0.96, 0.98, 0.99, 1.01, 1.02, 1.04, 1.09, 1.19, 1.41, 2.0, 3.0)
-SWEEPS = 3  # over the constants of a section: they pull at the same times
+SWEEPS = 12  # over the constants of a section, at most: they pull at the same times
 
 
 class Sample(NamedTuple):
@@ -117,6 +117,7 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
     values = dict(old)
     matters = [name for name in old if any(off({**old, name: old[name] * factor}) != before for factor in (0.5, 2.0))]
     for _ in range(SWEEPS):
+        last = best
         for name in matters:
             for factor in STEPS:
                 moved = {**values, name: _short(values[name] * factor)}
@@ -125,6 +126,8 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
                 there = off(moved)
                 if there < best * (1 - 1e-6):
                     values, best = moved, there
+        if best > last * (1 - 1e-4):
+            break
     return [
         Fit(section, name, old[name], values[name], math.exp(before), math.exp(best), len(samples)) for name in old if name in matters
     ]  # fmt: skip

@@ -35,6 +35,9 @@ def race(
         typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG."),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the kernels of the profiled calls as a JSON file for ui.perfetto.dev.")] = None,
+    ranks: Annotated[int, typer.Option(help="Of a VAE's decode: on so many ranks, see --engine. A row goes to ranks.jsonl of --out.")] = 0,
+    engine: Annotated[str, typer.Option(help="fake: each rank's compute by itself; lockstep: all in turns, bits compared.")] = "fake",
+    links: Annotated[Path | None, typer.Option(help="Latencies for --engine fake: a JSON object of bytes to microseconds.")] = None,
     json: Json = False,
 ) -> None:
     """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes taken.
@@ -57,6 +60,8 @@ def race(
         raise ValueError(f"no model was named; give some of these, or all: {', '.join(RACERS)}")
     here = device_here(device)
     names = list(RACERS) if "all" in models else models
+    if ranks:
+        return _race_ranks(names, size, dtype, here, ranks, engine, links, rounds, out, json)
     for option, path in (("--report", report), ("--trace", trace)):
         if path is not None and len(names) > 1:
             raise ValueError(f"{option} is of one race, {len(names)} models were named; race one, or use --out for rows")
@@ -94,6 +99,36 @@ def race(
     if failed:
         raise typer.Exit(1)
     return None
+
+
+def _race_ranks(
+    names: list[str], size: str, dtype: str | None, device: Any, ranks: int, engine: str, links: Path | None, rounds: int,
+    out: Path | None, json: bool,
+) -> None:  # fmt: skip
+    """Each model on several ranks of one device."""
+    import json as json_text
+
+    from turnout.bench.writable import check_folder
+    from turnout.race.ranks import in_words, race_ranks, read_links
+    from turnout.routing.device import Device
+
+    if out is not None:
+        check_folder("--out", out)
+    table, failed = read_links(links), False
+    for name in names:
+        row = race_ranks(name, size, dtype, device, ranks, engine, table, rounds)
+        failed |= row.get("same_bits") is False
+        if json:
+            print_json(row)
+        else:
+            console.print(Text(in_words(row)))
+        if out is not None:
+            path = out / Device.of(device).slug / "ranks.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(json_text.dumps(row) + "\n")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _progress(status: Any, *, steps: bool) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from turnout.routing import settings
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.fallback import autocasting, blocked, tracing_state
-from turnout.routing.op import Op
+from turnout.routing.op import Op, is_watching
 from turnout.routing.public import lower
 
 # us that a host takes more than for torch's own function, to ask the router and be told "the reference":
@@ -70,6 +70,8 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
     """Whether a call of a layer that looks like none before, `function(x, *args, **kwargs)`, is torch's; if so, that
     is remembered. False also where it cannot be told: the function then does what is right."""
     if type(x) not in _PLAIN or tracing_state() is not None or x.device.type not in ("cpu", "cuda"):
+        return False
+    if is_watching():  # `tune(during=)` measures the calls that reach ops
         return False
     try:
         op, lowered = lower(function, x, *args, **kwargs)

@@ -560,6 +560,11 @@ def watched(watch: Watch, *, every_call: bool = False) -> Iterator[None]:
         forget_choices()
 
 
+def is_watching() -> bool:
+    """Whether somebody wants to see the calls that look like none before."""
+    return bool(_watchers)
+
+
 @contextlib.contextmanager
 def _around_every_call(watch: Watch) -> Iterator[None]:
     def around(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 _MISSING = object()
 _MOST_VALUES = 256  # of one Prepared; a call has a handful for each alignment of its tensors
 _current: ContextVar[Prepared | None] = ContextVar("turnout_prepared", default=None)
+_set_current, _reset_current = _current.set, _current.reset
 Value = TypeVar("Value")
 Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
 
@@ -42,15 +43,19 @@ class Prepared:
 
     def run_route(self, *args: Any) -> Any:
         """The route's own function; what it works out is kept here."""
-        return self.keeping(self._run, *args)
+        token = _set_current(self)  # as in `keeping`, without another call in between
+        try:
+            return self._run(*args)
+        finally:
+            _reset_current(token)
 
     def keeping(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function; what is worked out in it is kept here."""
-        token = _current.set(self)
+        token = _set_current(self)
         try:
             return function(*args)
         finally:
-            _current.reset(token)
+            _reset_current(token)
 
     def keep(self, key: Any, value: Any) -> Any:
         """Remember a value, which must hold no tensor of the caller's."""
