@@ -136,8 +136,8 @@ def norm_rope(
 ):  # fmt: skip
     """Normalise heads, rotate RD of their D columns, and write them in the layout of the output.
 
-    A program: T tokens and BH * N heads of q or k of one stream. Programs take all heads of some tokens before
-    the next tokens, since those share the tables; BY_HEAD all tokens first, as they lie in [B, H, S, D].
+    A program: T tokens and BH * N heads of q or k of one stream. Programs take all heads of some tokens
+    before the next tokens, since those share the tables; BY_HEAD all tokens first, as they lie in [B, H, S, D].
     """
     R: tl.constexpr = T * BH
     dtype: tl.constexpr = q.dtype.element_ty
@@ -162,7 +162,8 @@ def norm_rope(
     if STREAMS == 2:
         second = tile >= tiles
         x, xb, xs, xh = (
-            tl.where(second, q2, q), tl.where(second, q2b, qb), tl.where(second, q2s, qs), tl.where(second, q2h, qh)
+            tl.where(second, q2, q), tl.where(second, q2b, qb),
+            tl.where(second, q2s, qs), tl.where(second, q2h, qh),
         )  # fmt: skip
         size, before, tile = (
             tl.where(second, S2, S), tl.where(second, S, 0), tl.where(second, tile - tiles, tile)
@@ -188,7 +189,9 @@ def norm_rope(
         heads, group = tl.where(key, KH, QH), tl.where(key, group - groups, group)
         if WEIGHT:
             weight = tl.where(key, y_weight, weight)
-    xs, xh, os, oh = tl.cast(xs, tl.int64), tl.cast(xh, tl.int64), tl.cast(os, tl.int64), tl.cast(oh, tl.int64)
+    xs, xh, os, oh = (
+        tl.cast(xs, tl.int64), tl.cast(xh, tl.int64), tl.cast(os, tl.int64), tl.cast(oh, tl.int64)
+    )  # fmt: skip
 
     i = tl.arange(0, R)  # [R]
     token = tile * T + i // BH  # [R]
