@@ -1,4 +1,5 @@
-"""What a look at a model costs the host before its graph is replayed: `ModelSnapshot.change`, in microseconds.
+"""What a look at a model costs the host before its graph is replayed: `ModelSnapshot.change`, in
+microseconds.
 
 `python benchmarks/snapshot.py` prints a line for the Flux transformer (19 + 38 blocks, narrow: its size does
 not count), Wan's decoder as a stream sees it, and Mamba with 24 layers.

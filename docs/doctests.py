@@ -7,7 +7,9 @@ from typing import Any
 
 import griffe
 
-EXAMPLE = re.compile(r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*(?:\n?^>>> (?:.*\n?)(?:^(?!\s*$).*\n?)*)*", re.MULTILINE)
+EXAMPLE = re.compile(
+    r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*(?:\n?^>>> (?:.*\n?)(?:^(?!\s*$).*\n?)*)*", re.MULTILINE
+)
 
 
 def fenced(text: str) -> str:

@@ -60,12 +60,18 @@ def _gives_memory_back(request):
         torch.cuda.empty_cache()
 
 
-NO_MEMORY = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR")  # the last is what cuDNN says of memory it could not get
+NO_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+)  # the last is what cuDNN says of memory it could not get
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A GPU test for which there was no memory runs once more, when no other such test does, and then it counts."""
+    """A GPU test for which there was no memory runs once more, when no other such test does, and then it
+    counts.
+    """
     try:
         return (yield)
     except Exception as failure:

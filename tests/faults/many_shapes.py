@@ -1,6 +1,8 @@
-"""Calls with ever new shapes: `python -m tests.faults.many_shapes 100000 rss` prints a line of JSON every few calls.
+"""Calls with ever new shapes: `python -m tests.faults.many_shapes 100000 rss` prints a line of JSON every few
+calls.
 
-Each line has the calls made so far and MiB: with `rss` of the process, with `traced` what Python has allocated. Not both
+Each line has the calls made so far and MiB: with `rss` of the process, with `traced` what Python has
+allocated. Not both
 at once: tracemalloc has memory of its own, which grows.
 """
 

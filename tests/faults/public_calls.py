@@ -232,7 +232,14 @@ def _group_norm_silu(t):
 
 def _group_norm_silu_pad(t):
     yield {"x": t(2, 6, 3, 4), "groups": 3, "weight": t(6), "bias": t(6), "padding": [1, 1, 2, 0]}
-    yield {"x": t(1, 6, 2, 4, 3), "groups": 2, "eps": 1e-6, "silu": False, "padding": (1, 0, 2, 1), "mode": "constant"}
+    yield {
+        "x": t(1, 6, 2, 4, 3),
+        "groups": 2,
+        "eps": 1e-6,
+        "silu": False,
+        "padding": (1, 0, 2, 1),
+        "mode": "constant",
+    }
     yield {"x": t(2, 6, 5), "groups": 2, "padding": (3, 4), "mode": "reflect"}
 
 

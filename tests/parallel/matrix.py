@@ -1,4 +1,6 @@
-"""Which models, sizes and cuts the tests of several ranks go through, in short and (TURNOUT_PARALLEL=all) in full."""
+"""Which models, sizes and cuts the tests of several ranks go through, in short and (TURNOUT_PARALLEL=all) in
+full.
+"""
 
 import itertools
 import os
@@ -36,7 +38,9 @@ def cases(sizes, pixels=1):
     for name, shapes in sizes.items():
         fitting = [
             (name, shape, ranks, split, dtype, fast)
-            for shape, ranks, split, dtype, fast in itertools.product(shapes, (2, 3, 4, 8), AXES, DTYPES, (False, True))
+            for shape, ranks, split, dtype, fast in itertools.product(
+                shapes, (2, 3, 4, 8), AXES, DTYPES, (False, True)
+            )
             if shape[AXES[split]] // pixels >= ranks
         ]
         yield from fitting if ALL else fitting[:: max(1, len(fitting) // 6)]

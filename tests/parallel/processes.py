@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(function, ranks, *args, timeout=240):
-    """`function(mesh, *args)` in `ranks` processes, and what each returned or raised (as text); None for one that
-    left without a word. It is found again by its module and name."""
+    """`function(mesh, *args)` in `ranks` processes, and what each returned or raised (as text); None for one
+    that left without a word. It is found again by its module and name."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]

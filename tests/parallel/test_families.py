@@ -1,4 +1,6 @@
-"""The VAEs with group norms, and LTX's: decode and encode have the bits of one process, in parts as far as they go."""
+"""The VAEs with group norms, and LTX's: decode and encode have the bits of one process, in parts as far as
+they go.
+"""
 
 import contextlib
 
@@ -71,8 +73,8 @@ def test_encode_gives_the_bits_of_one_process(case, norms):
 @pytest.mark.parametrize("name", ["flux-vae", "hunyuan", "cogvideox"])
 @torch.no_grad()
 def test_one_step_alone_is_computed_whole(name):
-    """The attention, or torch's own SiLU behind CogVideoX's last norm. Of 70 rows of latents, which are 35 blocks, parts
-    begin at even ones."""
+    """The attention, or torch's own SiLU behind CogVideoX's last norm. Of 70 rows of latents, which are 35
+    blocks, parts begin at even ones."""
     pytest.importorskip("numba")
     vae = model(name, torch.bfloat16, fast=True)
     z = random(1, 4, *((3,) if name in FRAMES else ()), 70, 4, dtype=torch.bfloat16)

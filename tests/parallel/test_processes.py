@@ -11,7 +11,13 @@ SOME = [
     ("wan", torch.bfloat16, True, "width"), ("wan", torch.float32, True, "auto"), ("wan22", torch.bfloat16, False, "height"),
     ("qwen-image-vae", torch.float32, False, "auto"),
 ]  # fmt: skip
-EVERY = [(name, dtype, fast, split) for name in LATENTS for dtype in DTYPES for fast in (False, True) for split in ("height", "width")]
+EVERY = [
+    (name, dtype, fast, split)
+    for name in LATENTS
+    for dtype in DTYPES
+    for fast in (False, True)
+    for split in ("height", "width")
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4] if ALL else [2])

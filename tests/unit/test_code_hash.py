@@ -132,12 +132,24 @@ def test_every_declared_kernel_is_there_and_every_hash_is_its_own():
         for route in op.routes.values():
             assert len(route.code_hash) == 16, route.name
     conv = OPS["conv2d"].routes
-    assert len({conv[name].code_hash for name in ("implicit-gemm", "implicit-gemm-hopper", "narrow-out", "channels-last")}) == 4
-    assert OPS["dot"].routes["two-stage"].code_hash == OPS["matmul"].routes["two-stage"].code_hash  # the same kernel
+    assert (
+        len(
+            {
+                conv[name].code_hash
+                for name in ("implicit-gemm", "implicit-gemm-hopper", "narrow-out", "channels-last")
+            }
+        )
+        == 4
+    )
+    assert (
+        OPS["dot"].routes["two-stage"].code_hash == OPS["matmul"].routes["two-stage"].code_hash
+    )  # the same kernel
 
 
 def test_host_code_does_not_count():
-    """The hash of a route is that of its kernels: nothing of launches, guards, costs or routes is read for it."""
+    """The hash of a route is that of its kernels: nothing of launches, guards, costs or routes is read for
+    it.
+    """
     followed = set()
     for op in OPS.values():
         for route in op.routes.values():
@@ -149,7 +161,9 @@ def test_host_code_does_not_count():
 def test_every_file_of_kernels_is_followed():
     """A kernel in a file of another name would not count: its rows would stay when it changes."""
     declares = re.compile(r"^@(\w+\.)?(jit|kernel|inlined|intrinsic)\b", re.MULTILINE)
-    files = [file for file in Path(turnout.__file__).parent.rglob("*.py") if declares.search(file.read_text())]
+    files = [
+        file for file in Path(turnout.__file__).parent.rglob("*.py") if declares.search(file.read_text())
+    ]
     assert files
     assert [file.name for file in files if not file.stem.endswith(hashing.FOLLOWED)] == []
 

@@ -36,7 +36,9 @@ def test_constants_are_found_again_in_times_that_they_gave():
     assert fits["dot.two-stage", "share"].old == 0.9
     assert fits["dot.two-stage", "share"].new == pytest.approx(0.72, rel=0.02)
     assert fits["norm_rope.one-pass", "share"].new == pytest.approx(0.6, rel=0.03)
-    assert fits["norm_rope.one-pass", "share"].off_after < 1.01 < fits["norm_rope.one-pass", "share"].off_before
+    assert (
+        fits["norm_rope.one-pass", "share"].off_after < 1.01 < fits["norm_rope.one-pass", "share"].off_before
+    )
 
 
 def test_constants_that_fit_stay():
@@ -49,7 +51,9 @@ def test_only_numbers_and_sources_of_the_file_change():
     text = (device_files.FOLDER / "nvidia-h200.toml").read_text()
     fit = refit.Fit("attention", "cudnn", 0.63, 0.612, 1.2, 1.1, 14)
     once = refit.rewritten(text, H200, [fit])
-    changed = [(old, new) for old, new in zip(text.splitlines(), once.splitlines(), strict=True) if old != new]
+    changed = [
+        (old, new) for old, new in zip(text.splitlines(), once.splitlines(), strict=True) if old != new
+    ]
     assert [new for _, new in changed] == [
         'source = "H200, bfloat16, torch 2.11, cuDNN 9.19, triton 3.6: shares of the peak; ops/attention/NOTES.md; '
         'refitted to 14 times measured on NVIDIA H200"',

@@ -1,4 +1,6 @@
-"""Stored rows are hints: what cannot be read, is stale or does not fit is a miss, never an error, and never code."""
+"""Stored rows are hints: what cannot be read, is stale or does not fit is a miss, never an error, and never
+code.
+"""
 
 import json
 import os
@@ -137,7 +139,10 @@ def test_a_configuration_that_is_not_offered_gives_way_only_for_another_triton(t
 
 
 def test_siblings_stand_in():
-    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 50_000_000), (50_000_000, 1)))
+    a, b = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1, 50_000_000), (50_000_000, 1))
+    )
     found = turnout.explain("matmul", a, b, device="h100-sxm")
     assert found.authority == "measured on a sibling, NVIDIA H200"
     assert found.chosen == turnout.explain("matmul", a, b, device="h200").chosen
@@ -164,10 +169,16 @@ BAD = {
     "a number of 5000 digits": lambda text: text.replace("10.0", "1" * 5000),
     "a huge float": lambda text: text.replace("10.0", "1e308"),
     "no reference": lambda text: text.replace('"reference"', '"refrain"'),
-    "another version": lambda text: text.replace('"version": {\n  "cpu-chunks": 1', '"version": {\n  "cpu-chunks": 999'),
+    "another version": lambda text: text.replace(
+        '"version": {\n  "cpu-chunks": 1', '"version": {\n  "cpu-chunks": 999'
+    ),
     "other kernels": lambda text: text.replace(ROUTE.code_hash, "0" * 16),
-    "unknown config": lambda text: text.replace('"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": {"block": 7}'),
-    "config as code": lambda text: text.replace('"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": "__import__(\'os\')"'),
+    "unknown config": lambda text: text.replace(
+        '"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": {"block": 7}'
+    ),
+    "config as code": lambda text: text.replace(
+        '"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": "__import__(\'os\')"'
+    ),
     "unknown dtype": lambda text: text.replace("bfloat16", "bfloat17"),
     "dtype is a module": lambda text: text.replace("bfloat16", "nn"),
     "missing field": lambda text: text.replace('"b_dtype": "bfloat16"', '"c_dtype": "bfloat16"'),
@@ -193,7 +204,9 @@ def test_damaged_entries_are_misses(damage):
     assert turnout.dot(*vectors()).item() == 4096
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "a list", "deep", "times as text", "a number of 5000 digits"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "a list", "deep", "times as text", "a number of 5000 digits"]
+)
 def test_damaged_shipped_tables_are_misses(damage, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     export([row()], CPU, tmp_path / "cpu.json")
@@ -284,7 +297,10 @@ def test_between_two_measured_sizes_times_are_interpolated():
 
 
 def test_interpolation_is_on_a_logarithmic_scale():
-    measured = [row(100, us={"reference": 10.0, "cpu-chunks": 1.0}), row(10_000, us={"reference": 1000.0, "cpu-chunks": 1.0})]
+    measured = [
+        row(100, us={"reference": 10.0, "cpu-chunks": 1.0}),
+        row(10_000, us={"reference": 1000.0, "cpu-chunks": 1.0}),
+    ]
     found = Table(measured, CPU, measured_on="here").lookup(DOT, DOT.problem(*vectors(1000)))
     assert found.us["reference"] == pytest.approx(100.0)
 
@@ -300,8 +316,8 @@ def test_export_keeps_other_rows_and_is_one_row_a_line(tmp_path):
 
 
 def test_shipped_tables_can_be_read():
-    """All of their rows, of ops and routes that exist. Whether the kernels are still those that were measured is
-    for `turnout doctor` to say and for the next visit to a card to mend, not for a test to fail."""
+    """All of their rows, of ops and routes that exist. Whether the kernels are still those that were measured
+    is for `turnout doctor` to say and for the next visit to a card to mend, not for a test to fail."""
     files = list(store.SHIPPED.glob("*.json"))
     assert files
     for file in files:
@@ -394,12 +410,14 @@ def mutated(draw, value, depth=0):
 
 
 def test_no_mutated_row_raises(tmp_path, monkeypatch):
-    """10,000 rows of all ops, each with something changed: what is not a row is a miss, what still is one is taken
-    or refused like any other."""
+    """10,000 rows of all ops, each with something changed: what is not a row is a miss, what still is one is
+    taken or refused like any other."""
     draw = random.Random(0)
     measured = load_table(store.SHIPPED / "nvidia-h200.json").rows
     rows = [row.json() for row in measured]
-    calls = {op.name: [decode(op, row.problem) for row in measured if row.op == op.name] for op in OPS.values()}
+    calls = {
+        op.name: [decode(op, row.problem) for row in measured if row.op == op.name] for op in OPS.values()
+    }
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     misses = 0
     for batch in range(20):

@@ -1,9 +1,10 @@
-"""Run by tests, in a process of its own: a model's first calls, and what they compile. "card": on a card; "stand-in": on
-one that a stand-in driver pretends.
+"""Run by tests, in a process of its own: a model's first calls, and what they compile. "card": on a card;
+"stand-in": on one that a stand-in driver pretends.
 
-There tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on a card:
-routes are chosen and bound, addresses are real ones, kernels are loaded and launched into the stand-in driver. Prints
-a line of JSON for each call: how many kernels Triton compiled, and how many it found in its cache.
+There tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on
+a card: routes are chosen and bound, addresses are real ones, kernels are loaded and launched into the
+stand-in driver. Prints a line of JSON for each call: how many kernels Triton compiled, and how many it found
+in its cache.
 """
 
 import contextlib
@@ -41,7 +42,9 @@ class OnTheHost(TorchFunctionMode):
 
     @staticmethod
     def is_card(x):
-        return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
+        return (isinstance(x, torch.device) and x.type == "cuda") or (
+            isinstance(x, str) and x.startswith("cuda")
+        )
 
 
 def pretend_a_card():
@@ -84,7 +87,9 @@ def main():
         seen.clear()
         with mode, torch.no_grad():
             CALLS[name](CARD)()
-        print(json.dumps({"name": name, "compiled": seen.count(False), "found": seen.count(True)}), flush=True)
+        print(
+            json.dumps({"name": name, "compiled": seen.count(False), "found": seen.count(True)}), flush=True
+        )
 
 
 if __name__ == "__main__":

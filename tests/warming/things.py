@@ -1,4 +1,6 @@
-"""Models as small as they can be with calls that launch kernels of an H200, for planning and for a stand-in card."""
+"""Models as small as they can be with calls that launch kernels of an H200, for planning and for a stand-in
+card.
+"""
 
 import torch
 from torch import nn
@@ -38,7 +40,11 @@ def hopper_convolution(device):
     with torch.device(device):
         model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1)).to(torch.bfloat16).requires_grad_(False)
     turnout.accelerate(model)
-    x = torch.randn(1, 128, 32, 32, device=device).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    x = (
+        torch.randn(1, 128, 32, 32, device=device)
+        .to(torch.bfloat16)
+        .contiguous(memory_format=torch.channels_last)
+    )
 
     def call():
         with turnout.pin(conv2d="implicit-gemm-hopper"):
@@ -48,5 +54,8 @@ def hopper_convolution(device):
 
 
 # Names and makers: each gives the call of an accelerated model on a device.
-CALLS = {name: race_of(name) for name in ("wan-vae", "wan-vae-encode", "flux", "wan", "qwen-image", "mamba", "mamba-decode")}
+CALLS = {
+    name: race_of(name)
+    for name in ("wan-vae", "wan-vae-encode", "flux", "wan", "qwen-image", "mamba", "mamba-decode")
+}
 CALLS |= {"image-vae": image_vae, "hopper-convolution": hopper_convolution}

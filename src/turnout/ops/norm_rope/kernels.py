@@ -13,7 +13,7 @@ additions are not fused (see launches.py).
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
-# ruff: noqa: RET505, RUF005, SIM108
+# ruff: noqa: RET505, RUF005
 
 import triton
 import triton.language as tl
