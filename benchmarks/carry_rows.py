@@ -2,9 +2,10 @@
 
     python benchmarks/carry_rows.py OLD_COMMIT      # with the Triton that the rows were measured with
 
-A renamed parameter, a comment in inline assembly or a new name for the same builtin changes a kernel's hash, and its
-rows no longer count. Here every launch of such a row is compiled for the row's card with the kernels of OLD_COMMIT and
-with those of this tree. Where the PTX is the same, line for line without debug information, the row gets the new hash.
+A renamed parameter, a comment in inline assembly or a new name for the same builtin changes a kernel's hash,
+and its rows no longer count. Here every launch of such a row is compiled for the row's card with the kernels
+of OLD_COMMIT and with those of this tree. Where the PTX is the same, line for line without debug information,
+the row gets the new hash.
 """
 
 import argparse
@@ -23,16 +24,22 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("commit", help="the commit whose kernels were measured")
     parser.add_argument("--table", type=Path, default=ROOT / "src/turnout/tables/nvidia-h200.json")
-    parser.add_argument("--digests", action="store_true", help=argparse.SUPPRESS)  # a tree's own part of the work
+    parser.add_argument(
+        "--digests", action="store_true", help=argparse.SUPPRESS
+    )  # a tree's own part of the work
     given = parser.parse_args()
     if given.digests:
         print(json.dumps(digests(given.table)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        archive = subprocess.run(["git", "-C", ROOT, "archive", given.commit, "src"], capture_output=True, check=True)
+        archive = subprocess.run(
+            ["git", "-C", ROOT, "archive", given.commit, "src"], capture_output=True, check=True
+        )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
         before, after = (_in_tree(Path(tree), given) for tree in (folder, ROOT))
     carry(given.table, before, after)
@@ -42,7 +49,9 @@ def _in_tree(tree: Path, given: argparse.Namespace) -> dict[str, str]:
     """What this script finds with the package of another tree."""
     command = [sys.executable, str(Path(__file__)), given.commit, "--table", str(given.table), "--digests"]
     path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -82,7 +91,10 @@ def digests(table: Path) -> dict[str, str]:
 
     torch.backends.mkldnn.conv.fp32_precision = "tf32"  # pyright: ignore[reportAttributeAccessIssue]
     device = replace(Device.named(table.stem), triton=minor(triton()))
-    outlines = {op.name: {o.problem: o.args for o in (outline(op, case) for case in op.cases())} for op in OPS.values()}
+    outlines = {
+        op.name: {o.problem: o.args for o in (outline(op, case) for case in op.cases())}
+        for op in OPS.values()
+    }
     compiled: dict[str, str] = {}
     found: dict[str, str] = {}
     for row in load_table(table).rows:
@@ -96,7 +108,14 @@ def digests(table: Path) -> dict[str, str]:
                     op.routes[name].run(*args, **row.config.get(name, {}))
                 texts = []
                 for launch in launches:
-                    key = str((launch.kernel.fn.__name__, launch.kernel.fn.__module__, [_kind(x) for x in launch.tensors], launch[3:]))
+                    key = str(
+                        (
+                            launch.kernel.fn.__name__,
+                            launch.kernel.fn.__module__,
+                            [_kind(x) for x in launch.tensors],
+                            launch[3:],
+                        )
+                    )
                     if key not in compiled:
                         [result] = compile_launches([launch], device)
                         compiled[key] = _without_debug(result.kernel.asm["ptx"])
@@ -104,12 +123,18 @@ def digests(table: Path) -> dict[str, str]:
             except Exception as failure:
                 print(f"{row.op} {name}: {type(failure).__name__}: {failure}", file=sys.stderr)
                 texts = []
-            found[json.dumps([row.identity, name])] = hashlib.sha256("".join(texts).encode()).hexdigest() if texts else ""
+            found[json.dumps([row.identity, name])] = (
+                hashlib.sha256("".join(texts).encode()).hexdigest() if texts else ""
+            )
     return found
 
 
 def _kind(x: object) -> object:
-    return None if x is None else (getattr(x, "dtype", None), getattr(x, "block_shape", None), str(getattr(x, "layout", "")))
+    return (
+        None
+        if x is None
+        else (getattr(x, "dtype", None), getattr(x, "block_shape", None), str(getattr(x, "layout", "")))
+    )
 
 
 def _without_debug(ptx: str) -> str:
@@ -134,8 +159,14 @@ def _convolution_arguments(problem: object) -> tuple | None:
     conv = problem.convolution if isinstance(problem, CausalConv3d) else problem
     if not isinstance(conv, Convolution):
         return None
-    bias = None if conv.bias_dtype is None else torch.empty(conv.weight[0], dtype=conv.bias_dtype, device="meta")
-    first = empty(conv.input, conv.input_strides, conv.dtype), empty(conv.weight, conv.weight_strides, conv.weight_dtype), bias
+    bias = (
+        None if conv.bias_dtype is None else torch.empty(conv.weight[0], dtype=conv.bias_dtype, device="meta")
+    )
+    first = (
+        empty(conv.input, conv.input_strides, conv.dtype),
+        empty(conv.weight, conv.weight_strides, conv.weight_dtype),
+        bias,
+    )
     residual = None if conv.residual is None else empty(*conv.residual)
     rest = list(conv.stride), list(conv.padding), list(conv.dilation), conv.groups
     if isinstance(problem, CausalConv3d):

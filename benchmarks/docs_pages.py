@@ -1,8 +1,8 @@
 """Write the parts of the documentation that follow from data: python -m benchmarks.docs_pages [--check]
 
-Whole files under docs/results, and the parts between `<!-- generated: NAME -->` and `<!-- end: NAME -->` in other
-pages. No figure in them is typed by hand: they come from benchmarks/results and from the registries of turnout.
-With --check nothing is written; it ends with status 1 where a page is not what it would be.
+Whole files under docs/results, and the parts between `<!-- generated: NAME -->` and `<!-- end: NAME -->` in
+other pages. No figure in them is typed by hand: they come from benchmarks/results and from the registries of
+turnout. With --check nothing is written; it ends with status 1 where a page is not what it would be.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def slugs() -> list[str]:
 
 def rows(slug: str, name: str) -> list[Row]:
     path = RESULTS / slug / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    )
 
 
 def notes() -> dict[str, Any]:
@@ -95,17 +97,19 @@ def measured_with(row: Row) -> str:
     """The state of the code and the versions that a row was measured with."""
     code = f"`{row['commit']}`" if row.get("commit") else "not recorded"
     software = row["versions"]
-    triton = [f"Triton {short(software['triton'])}"] if software.get("triton") and row["device"] != "cpu" else []
+    triton = (
+        [f"Triton {short(software['triton'])}"] if software.get("triton") and row["device"] != "cpu" else []
+    )
     return ", ".join([code, f"torch {short(software['torch'])}", *triton])
 
 
 # ---- races
 
 
-def newest(found: list[Row]) -> list[Row]:
-    """Of the rows of one race the last measured: rows have a date since races write one; without, the first."""
+def newest(rows: list[Row]) -> list[Row]:
+    """The last row of each race by its date; of rows without a date, the first."""
     by_race: dict[tuple, Row] = {}
-    for row in found:
+    for row in rows:
         key = (row["model"], row["dtype"], row["what"])
         if key not in by_race or row.get("date", "") > by_race[key].get("date", ""):
             by_race[key] = row
@@ -118,7 +122,9 @@ def race_cells(row: Row) -> list[str]:
         return [row["what"], row["dtype"], in_time(1e3 * stock["ms"]), "wrong", "", "", "", ""]
     compiled = row["lanes"].get("torch.compile", {})
     memory = "" if fast["peak_mib"] is None else f"{stock['peak_mib']:.0f} to {fast['peak_mib']:.0f}"
-    likeness = "" if not (stock.get("psnr") and fast.get("psnr")) else f"{stock['psnr']:.1f} to {fast['psnr']:.1f}"
+    likeness = (
+        "" if not (stock.get("psnr") and fast.get("psnr")) else f"{stock['psnr']:.1f} to {fast['psnr']:.1f}"
+    )
     verdict = f" ({row['verdict']})" if row.get("verdict") not in (None, "faster") else ""
     return [
         row["what"],
@@ -156,7 +162,9 @@ def readme_races() -> str:
         what, _, stock, compiled, fast, *rest = race_cells(row)
         title = notes()["titles"].get(what) or re.sub(r", \w+:", ",", what).split(" (")[0]
         stock += f" (torch.compile {compiled})" if compiled else ""
-        marks = [note for note in notes()["races"] if (note["model"], note["commit"]) == (name, row.get("commit"))]
+        marks = [
+            note for note in notes()["races"] if (note["model"], note["commit"]) == (name, row.get("commit"))
+        ]
         caveats += [f"{title}: {note['note']}." for note in marks]
         body.append([title, stock, fast, *rest, f"`{row['commit']}`"])
     used = [found[name] for name in README_MODELS]
@@ -193,7 +201,17 @@ def op_cells(row: Row) -> list[str]:
     ]
 
 
-OP_HEAD = ("case", "dtype", "route", "turnout", "best peer", "gain", "of bound", "error, ours / torch's", "measured with")
+OP_HEAD = (
+    "case",
+    "dtype",
+    "route",
+    "turnout",
+    "best peer",
+    "gain",
+    "of bound",
+    "error, ours / torch's",
+    "measured with",
+)
 
 
 def gains_table(by_op: dict[str, list[Row]]) -> str:
@@ -206,7 +224,16 @@ def gains_table(by_op: dict[str, list[Row]]) -> str:
             mean = statistics.geometric_mean(gains)
             slower = sum(gain < 1 for gain in gains)
             link = f"[`{op}`](#{op})"
-            body.append([link, str(len(gains)), f"{mean:.2f}x", f"{min(gains):.2f}x", f"{max(gains):.2f}x", str(slower)])
+            body.append(
+                [
+                    link,
+                    str(len(gains)),
+                    f"{mean:.2f}x",
+                    f"{min(gains):.2f}x",
+                    f"{max(gains):.2f}x",
+                    str(slower),
+                ]
+            )
     head = ("op", "rows with a peer", "geometric mean", "least", "greatest", "rows where the peer is faster")
     return table(head, body, numbers=5)
 
@@ -237,7 +264,13 @@ def device_page(slug: str) -> str:
 
 def fuzz_table(found: list[Row]) -> str:
     body = [
-        [row["op"], f"{row['cases']:,}", f"{row['calls']:,}", f"{len(row['wrong']):,}", ", ".join(map(str, row["commits"]))]
+        [
+            row["op"],
+            f"{row['cases']:,}",
+            f"{row['calls']:,}",
+            f"{len(row['wrong']):,}",
+            ", ".join(map(str, row["commits"])),
+        ]
         for row in found
     ]
     return table(("op", "cases", "calls of routes", "wrong", "commits"), body)
@@ -276,10 +309,11 @@ def versions() -> str:
     from turnout.launch.support import COMPILED, VERIFIED
     from turnout.routing.versions import TORCH, TRITON
 
+    oldest, newest_known = map(in_version, TRITON)
+    compiled = ", ".join(map(in_version, COMPILED))
     lines = [
         f"- torch {in_version(TORCH[0])} to {in_version(TORCH[1])}; older ones are refused at import.",
-        f"- Triton {in_version(TRITON[0])} to {in_version(TRITON[1])}; every kernel is compiled by the tests with "
-        f"{', '.join(map(in_version, COMPILED))}.",
+        f"- Triton {oldest} to {newest_known}; every kernel is compiled by the tests with {compiled}.",
         *(f"- Run on a card: torch {each.torch} with Triton {each.triton}; {each}." for each in VERIFIED),
     ]
     return "\n".join(lines) + "\n"
@@ -299,7 +333,9 @@ def models() -> str:
 
 
 def fused_parts() -> str:
-    """The classes that have an adapter of their own, by the module they are in and the releases they were tried with."""
+    """The classes that have an adapter of their own, by the module they are in and the releases they were
+    tried with.
+    """
     file = ROOT / "src" / "turnout" / "models" / "fingerprints.json"
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key, prints in sorted(json.loads(file.read_text(encoding="utf-8")).items()):

@@ -1,7 +1,9 @@
-"""Try every small model of the tests with the releases of diffusers and transformers that are installed, and add the fingerprints of the
+"""Try every small model of the tests with the releases of diffusers and transformers that are installed, and
+add the fingerprints of the
 classes in those that agree: python benchmarks/fingerprints.py
 
-Other releases can lie in a folder of their own: pip install --no-deps --target DIR diffusers==0.41.0, then PYTHONPATH=DIR.
+Other releases can lie in a folder of their own: pip install --no-deps --target DIR diffusers==0.41.0, then
+PYTHONPATH=DIR.
 """
 
 import sys
@@ -23,7 +25,9 @@ def outputs(name: str, model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def agrees(name: str) -> set[str] | None:
-    """The known classes in a model that says the same accelerated; None where it does not, or is not in this release."""
+    """The known classes in a model that says the same accelerated; None where it does not, or is not in this
+    release.
+    """
     try:
         model = made(name)
         with torch.no_grad():
@@ -43,7 +47,8 @@ def main() -> None:
     stock.unlike_stock = lambda *_: iter(())
     tried = {name: agrees(name) for name in ZOO}
     keys = set().union(*(keys for keys in tried.values() if keys))
-    print(f"{stock.add_installed(KNOWN, keys)} added to {stock.TABLE.name}; failed: {[name for name, keys in tried.items() if not keys]}")
+    failed = [name for name, keys in tried.items() if not keys]
+    print(f"{stock.add_installed(KNOWN, keys)} added to {stock.TABLE.name}; failed: {failed}")
 
 
 if __name__ == "__main__":

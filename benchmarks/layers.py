@@ -1,6 +1,7 @@
 """What a routed layer costs a host more than torch's own: python benchmarks/layers.py
 
-`asking`: the router is asked, and says "the reference"; `knowing`: the layer has learned that. us, the least of 300 runs.
+`asking`: the router is asked, and says "the reference"; `knowing`: the layer has learned that. us, the least
+of 300 runs.
 """
 
 import timeit

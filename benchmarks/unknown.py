@@ -14,7 +14,12 @@ from torch import nn
 
 import turnout
 
-BLOCKS = {"block_out_channels": (32, 64), "layers_per_block": 1, "cross_attention_dim": 32, "norm_num_groups": 8}
+BLOCKS = {
+    "block_out_channels": (32, 64),
+    "layers_per_block": 1,
+    "cross_attention_dim": 32,
+    "norm_num_groups": 8,
+}
 
 
 def random(*shape):
@@ -24,7 +29,10 @@ def random(*shape):
 def unet():
     from diffusers import UNet2DConditionModel
 
-    blocks = {"down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+    }
     model = UNet2DConditionModel(**BLOCKS, **blocks, attention_head_dim=8)
     return model, lambda m: m(random(2, 4, 32, 32), 500, random(2, 77, 32)).sample
 
@@ -32,7 +40,10 @@ def unet():
 def unet_of_ddpm():
     from diffusers import UNet2DModel
 
-    kinds = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    kinds = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
     model = UNet2DModel(block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, **kinds)
     return model, lambda m: m(random(1, 3, 32, 32), 500).sample
 
@@ -41,14 +52,20 @@ def controlnet():
     from diffusers import ControlNetModel
 
     kinds = ("CrossAttnDownBlock2D", "DownBlock2D")
-    model = ControlNetModel(**BLOCKS, down_block_types=kinds, attention_head_dim=8, conditioning_embedding_out_channels=(8, 16))
-    return model, lambda m: m(random(1, 4, 32, 32), 500, random(1, 77, 32), random(1, 3, 64, 64), return_dict=False)[1]
+    model = ControlNetModel(
+        **BLOCKS, down_block_types=kinds, attention_head_dim=8, conditioning_embedding_out_channels=(8, 16)
+    )
+    return model, lambda m: m(
+        random(1, 4, 32, 32), 500, random(1, 77, 32), random(1, 3, 64, 64), return_dict=False
+    )[1]
 
 
 def dit():
     from diffusers import DiTTransformer2DModel
 
-    model = DiTTransformer2DModel(num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, in_channels=4)
+    model = DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, in_channels=4
+    )
     return model, lambda m: m(random(2, 4, 16, 16), torch.tensor([1, 2]), torch.tensor([3, 4])).sample
 
 
@@ -56,9 +73,16 @@ def pixart():
     from diffusers import PixArtTransformer2DModel
 
     model = PixArtTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, cross_attention_dim=128, caption_channels=64,
-        out_channels=4, norm_num_groups=8, use_additional_conditions=False,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=4,
+        sample_size=16,
+        cross_attention_dim=128,
+        caption_channels=64,
+        out_channels=4,
+        norm_num_groups=8,
+        use_additional_conditions=False,
+    )
     return model, lambda m: m(random(1, 4, 16, 16), random(1, 20, 64), torch.tensor([3]), {}).sample
 
 
@@ -66,36 +90,68 @@ def sd3():
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
-        sample_size=16, in_channels=4, num_layers=4, attention_head_dim=32, num_attention_heads=4, joint_attention_dim=64,
-        caption_projection_dim=128, pooled_projection_dim=64, out_channels=4,
-    )  # fmt: skip
-    return model, lambda m: m(random(1, 4, 16, 16), random(1, 20, 64), random(1, 64), torch.tensor([3])).sample
+        sample_size=16,
+        in_channels=4,
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        caption_projection_dim=128,
+        pooled_projection_dim=64,
+        out_channels=4,
+    )
+    return (
+        model,
+        lambda m: m(random(1, 4, 16, 16), random(1, 20, 64), random(1, 64), torch.tensor([3])).sample,
+    )
 
 
 def hunyuan_dit():
     from diffusers import HunyuanDiT2DModel
 
     model = HunyuanDiT2DModel(
-        num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, hidden_size=128, patch_size=2, in_channels=4,
-        cross_attention_dim=64, cross_attention_dim_t5=64, pooled_projection_dim=64, text_len=10, text_len_t5=10,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=4,
+        sample_size=16,
+        hidden_size=128,
+        patch_size=2,
+        in_channels=4,
+        cross_attention_dim=64,
+        cross_attention_dim_t5=64,
+        pooled_projection_dim=64,
+        text_len=10,
+        text_len_t5=10,
         use_style_cond_and_image_meta_size=False,
-    )  # fmt: skip
+    )
     table = (random(64, 32), random(64, 32))
     return model, lambda m: m(
-        random(1, 4, 16, 16), torch.tensor([3.0]), random(1, 10, 64), torch.ones(1, 10), random(1, 10, 64), torch.ones(1, 10),
-        image_rotary_emb=table, return_dict=False,
-    )[0]  # fmt: skip
+        random(1, 4, 16, 16),
+        torch.tensor([3.0]),
+        random(1, 10, 64),
+        torch.ones(1, 10),
+        random(1, 10, 64),
+        torch.ones(1, 10),
+        image_rotary_emb=table,
+        return_dict=False,
+    )[0]
 
 
 def autoencoder_dc():
     from diffusers import AutoencoderDC
 
     model = AutoencoderDC(
-        latent_channels=8, encoder_block_out_channels=(32, 64), decoder_block_out_channels=(32, 64),
-        encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1), encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)), encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"), downsample_block_type="Conv",
-    )  # fmt: skip
+        latent_channels=8,
+        encoder_block_out_channels=(32, 64),
+        decoder_block_out_channels=(32, 64),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        downsample_block_type="Conv",
+    )
     return model, lambda m: m.decode(random(1, 8, 16, 16)).sample
 
 
@@ -103,9 +159,14 @@ def mochi():
     from diffusers import AutoencoderKLMochi
 
     model = AutoencoderKLMochi(
-        latent_channels=4, out_channels=3, encoder_block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=(32, 32, 32, 32),
-        layers_per_block=(1, 1, 1, 1, 1), latents_mean=None, latents_std=None,
-    )  # fmt: skip
+        latent_channels=4,
+        out_channels=3,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        latents_mean=None,
+        latents_std=None,
+    )
     return model, lambda m: m.decode(random(1, 4, 2, 8, 8)).sample
 
 
@@ -113,9 +174,12 @@ def cosmos():
     from diffusers import AutoencoderKLCosmos
 
     model = AutoencoderKLCosmos(
-        encoder_block_out_channels=(32, 32, 32, 32), decode_block_out_channels=(32, 32, 32, 32), num_layers=1, resolution=64,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decode_block_out_channels=(32, 32, 32, 32),
+        num_layers=1,
+        resolution=64,
         attention_resolutions=(8,),
-    )  # fmt: skip
+    )
     return model, lambda m: m.decode(random(1, 16, 2, 8, 8)).sample
 
 
@@ -124,36 +188,53 @@ def resnet():
         def __init__(self, channels):
             super().__init__()
             self.inner = nn.Sequential(
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
-            )  # fmt: skip
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels),
+            )
 
         def forward(self, x):
             return torch.relu(x + self.inner(x))
 
     model = nn.Sequential(
-        nn.Conv2d(3, 32, 7, 2, 3), *[Block(32) for _ in range(8)], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
+        nn.Conv2d(3, 32, 7, 2, 3),
+        *[Block(32) for _ in range(8)],
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
     )
     return model, lambda m: m(random(1, 3, 64, 64))
 
 
 def tiny_convolutions():
     """As much of a host's time, and as little work, as there can be."""
-    layers = [layer for _ in range(20) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())]
+    layers = [
+        layer for _ in range(20) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+    ]
     return nn.Sequential(*layers), lambda m: m(random(1, 8, 4, 4))
 
 
 def vit():
     from transformers import ViTConfig, ViTModel
 
-    model = ViTModel(ViTConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, image_size=64))
+    model = ViTModel(
+        ViTConfig(
+            hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, image_size=64
+        )
+    )
     return model, lambda m: m(random(1, 3, 64, 64)).last_hidden_state
 
 
 def bert():
     from transformers import BertConfig, BertModel
 
-    model = BertModel(BertConfig(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=100))
+    model = BertModel(
+        BertConfig(
+            hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=128, vocab_size=100
+        )
+    )
     return model, lambda m: m(torch.arange(32)[None]).last_hidden_state
 
 
@@ -161,7 +242,13 @@ def wav2vec():
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
     model = Wav2Vec2Model(
-        Wav2Vec2Config(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, conv_dim=(32,) * 7)
+        Wav2Vec2Config(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            conv_dim=(32,) * 7,
+        )
     )
     return model, lambda m: m(random(1, 4000)).last_hidden_state
 
@@ -169,15 +256,28 @@ def wav2vec():
 MODELS = {
     make.__name__: make
     for make in (
-        unet, unet_of_ddpm, controlnet, dit, pixart, sd3, hunyuan_dit, autoencoder_dc, mochi, cosmos, resnet, tiny_convolutions, vit,
-        bert, wav2vec,
+        unet,
+        unet_of_ddpm,
+        controlnet,
+        dit,
+        pixart,
+        sd3,
+        hunyuan_dit,
+        autoencoder_dc,
+        mochi,
+        cosmos,
+        resnet,
+        tiny_convolutions,
+        vit,
+        bert,
+        wav2vec,
     )
-}  # fmt: skip
+}
 
 
 def compare(make, seconds=4.0):
-    """The time of stock, ms, how many times faster the accelerated model is, the difference of their results, and how
-    many parts were patched."""
+    """The time of stock, ms, how many times faster the accelerated model is, the difference of their results,
+    and how many parts were patched."""
     torch.manual_seed(0)
     model, call = make()
     torch.manual_seed(0)

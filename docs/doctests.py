@@ -1,4 +1,7 @@
-"""For mkdocstrings: examples in docstrings become blocks of code, which Markdown would take for quotations."""
+"""An extension of mkdocstrings that turns the examples of docstrings into blocks of code.
+
+Markdown would take their `>>>` for quotations.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 
 import griffe
 
-EXAMPLE = re.compile(r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*(?:\n?^>>> (?:.*\n?)(?:^(?!\s*$).*\n?)*)*", re.MULTILINE)
+EXAMPLE = re.compile(
+    r"(?:^>>> .*\n?)(?:^(?!\s*$).*\n?)*(?:\n?^>>> (?:.*\n?)(?:^(?!\s*$).*\n?)*)*", re.MULTILINE
+)
 
 
 def fenced(text: str) -> str:

@@ -26,7 +26,10 @@ def milliseconds(run, *args, rounds=7):
 
 print("One long sum, written as a matrix product: (1, K) @ (K, 1), K = 50,000,000\n")
 for dtype in (torch.float32, torch.bfloat16):
-    a, b = torch.randn(1, 50_000_000, device=device).to(dtype), torch.randn(50_000_000, 1, device=device).to(dtype)
+    a, b = (
+        torch.randn(1, 50_000_000, device=device).to(dtype),
+        torch.randn(50_000_000, 1, device=device).to(dtype),
+    )
     true = torch.dot(a[0].double(), b[:, 0].double()).item()
     theirs, ours = milliseconds(torch.matmul, a, b), milliseconds(turnout.matmul, a, b)
     errors = [abs(run(a, b).item() - true) / abs(true) for run in (torch.matmul, turnout.matmul)]

@@ -1,4 +1,5 @@
-"""Text with Mamba and transformers, without causal-conv1d or mamba-ssm. Without a folder: random weights, which shows the speed only.
+"""Text with Mamba and transformers, without causal-conv1d or mamba-ssm. Without a folder: random weights,
+which shows the speed only.
 
 python examples/mamba_text.py [/path/to/mamba-790m-hf "Once upon a time"]
 """
@@ -18,7 +19,9 @@ if len(sys.argv) == 3:
     prompt = tokenizer(sys.argv[2], return_tensors="pt").input_ids.to(device)
 else:
     tokenizer = None
-    model = MambaForCausalLM(MambaConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)).to(device).eval()
+    model = (
+        MambaForCausalLM(MambaConfig(hidden_size=256, num_hidden_layers=4, vocab_size=1000)).to(device).eval()
+    )
     prompt = torch.randint(1000, (1, 128), device=device)
 
 

@@ -24,14 +24,20 @@ def main() -> None:
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
     parser.add_argument("--frames", type=int, default=81)
-    parser.add_argument("--check", action="store_true", help="decode on this rank alone too, and compare all bits")
+    parser.add_argument(
+        "--check", action="store_true", help="decode on this rank alone too, and compare all bits"
+    )
     given = parser.parse_args()
 
     kind = "cuda" if torch.cuda.is_available() and not given.small else "cpu"
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     rank = mesh.get_local_rank()
-    device = torch.device(kind, rank % max(1, torch.cuda.device_count())) if kind == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(kind, rank % max(1, torch.cuda.device_count()))
+        if kind == "cuda"
+        else torch.device("cpu")
+    )
     if kind == "cuda":
         torch.cuda.set_device(device)
 
@@ -42,7 +48,9 @@ def main() -> None:
         latents = torch.randn(1, 4, 3, 8, 12)
     else:
         vae = AutoencoderKLWan.from_pretrained(given.weights, subfolder="vae")
-        latents = torch.randn(1, vae.config.z_dim, (given.frames + 3) // 4, given.height // 8, given.width // 8)
+        latents = torch.randn(
+            1, vae.config.z_dim, (given.frames + 3) // 4, given.height // 8, given.width // 8
+        )
     vae, latents = vae.to(device, torch.bfloat16).eval(), latents.to(device, torch.bfloat16)
 
     turnout.accelerate(vae)

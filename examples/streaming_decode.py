@@ -1,6 +1,8 @@
-"""Frames while the latents still arrive: the decoder keeps what the next chunk needs, and the video is that of the whole clip.
+"""Frames while the latents still arrive: the decoder keeps what the next chunk needs, and the video is that
+of the whole clip.
 
-python examples/streaming_decode.py [--graph]    # --graph: on a GPU, one CUDA graph is replayed for each latent once the caches are full
+python examples/streaming_decode.py [--graph]    # --graph: on a GPU, one CUDA graph is replayed for each
+latent once the caches are full
 """
 
 import sys
@@ -12,7 +14,9 @@ import turnout
 from turnout.models import DecodeStream
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-vae = AutoencoderKLWan(base_dim=32, num_res_blocks=1).to(device).eval()  # or AutoencoderKLWan.from_pretrained(folder, subfolder="vae")
+vae = (
+    AutoencoderKLWan(base_dim=32, num_res_blocks=1).to(device).eval()
+)  # or AutoencoderKLWan.from_pretrained(folder, subfolder="vae")
 turnout.accelerate(vae)
 
 latents = torch.randn(1, 16, 6, 8, 8, device=device)

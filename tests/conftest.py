@@ -16,7 +16,8 @@ from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
 
-numba_cache.folder()  # decided before tests have cache folders of their own: kernels are compiled once, not in every run
+# Decided before tests get cache folders of their own: kernels are then compiled once, not in every run.
+numba_cache.folder()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpret.masks import keep_comparisons_boolean
@@ -60,12 +61,18 @@ def _gives_memory_back(request):
         torch.cuda.empty_cache()
 
 
-NO_MEMORY = ("out of memory", "ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR")  # the last is what cuDNN says of memory it could not get
+NO_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+)  # the last is what cuDNN says of memory it could not get
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """A GPU test for which there was no memory runs once more, when no other such test does, and then it counts."""
+    """A GPU test for which there was no memory runs once more, when no other such test does, and then it
+    counts.
+    """
     try:
         return (yield)
     except Exception as failure:

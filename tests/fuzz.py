@@ -155,9 +155,9 @@ def lay_out(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
 def sprinkle(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
     """Put a few values into tensors that are not finite, or at the edge of what their dtype holds.
 
-    An op's cases may list arguments that stay `ordinary`, as torch's own kernels are of two minds about others:
-    an infinite weight that meets the zeros of the padding, an infinite key that a query does not see. What a
-    huge weight leaves of the digits of others differs too, between sums and Winograd's.
+    An op's cases may list arguments that stay `ordinary`, as torch's own kernels are of two minds about
+    others: an infinite weight that meets the zeros of the padding, an infinite key that a query does not see.
+    What a huge weight leaves of the digits of others differs too, between sums and Winograd's.
     """
     kind = draw.choice(("NaN", "Inf", "NaN and Inf", "edges"))
     ordinary, names = op.declared_cases.ordinary, list(op.signature.parameters)

@@ -19,7 +19,9 @@ CPU = torch.device("cpu")
 H200 = Device.named("h200")
 
 ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS.keys())
-contractions = pytest.mark.parametrize("op", [OPS[name] for name in ("dot", "inner", "matmul")], ids=["dot", "inner", "matmul"])
+contractions = pytest.mark.parametrize(
+    "op", [OPS[name] for name in ("dot", "inner", "matmul")], ids=["dot", "inner", "matmul"]
+)
 
 
 def random_call(op, seed, device):
@@ -30,30 +32,39 @@ def random_call(op, seed, device):
 def equal(op, run, args):
     """Whether a run gives what the reference gives: outputs and what it writes into, values, dtypes, strides.
 
-    Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes roots says in its cases that
-    it is not `exact`, and is held to `close` instead."""
+    Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes
+    roots says in its cases that it is not `exact`, and is held to `close` instead."""
     if not op.declared_cases.exact:
         return Trial(op, args).complaint("close", run) is None
     found, expected = outputs(op, run, args), outputs(op, op.reference, args)
-    alike = [x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride()) for x, y in zip(found, expected)]  # noqa: B905
+    alike = [
+        x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride())
+        for x, y in zip(found, expected)  # noqa: B905
+    ]
     same = all(map(torch.equal, found, expected))
-    if not same:  # some of cuDNN's kernels transform and are not exact themselves, oneDNN's for groups in bfloat16 read beside their input
+    if not same:
+        # The reference may be the one that is wrong: some cuDNN kernels transform their inputs and round, and
+        # oneDNN's for groups in bfloat16 read beside their input.
         same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, truth(op, args)))  # noqa: B905
     return len(found) == len(expected) and all(alike) and same
 
 
 def lets_pass(op, run, args):
-    """Where a run gives what is not finite for NaN and Inf in the middle of the first argument and at its end, that is where float64 does,
-    or where the reference does if it has its own mind. Float64 on a CPU: a GPU's kernels may transform. Why not, or None."""
+    """Where a run gives what is not finite for NaN and Inf in the middle of the first argument and at its
+    end, that is where float64 does, or where the reference does if it has its own mind. Float64 on a CPU: a
+    GPU's kernels may transform. Why not, or None."""
     for value, place in itertools.product((float("nan"), float("inf")), (args[0].shape[-1] // 2, -1)):
         first = copy(args[0])
         first.select(-1, place).fill_(value)
         changed = (first, *args[1:])
         true = truth(op, tuple(x.cpu() if isinstance(x, torch.Tensor) else x for x in changed))
-        for i, parts in enumerate(zip(outputs(op, run, changed), outputs(op, op.reference, changed), true, strict=True)):
+        for i, parts in enumerate(
+            zip(outputs(op, run, changed), outputs(op, op.reference, changed), true, strict=True)
+        ):
             ours, theirs, right = (x.isfinite().cpu() for x in parts)
             if not torch.equal(ours, right) and not torch.equal(ours, theirs):
-                return f"{value} at {place}: output {i} differs from float64 at {int((ours != right).sum())} places"
+                count = int((ours != right).sum())
+                return f"{value} at {place}: output {i} differs from float64 at {count} places"
     return None
 
 
@@ -98,7 +109,9 @@ def runs_on_numba(route):
 
 
 def _parametrised(pairs):
-    return pytest.mark.parametrize(("op", "route"), pairs, ids=[f"{op.name}-{route.name}" for op, route in pairs])
+    return pytest.mark.parametrize(
+        ("op", "route"), pairs, ids=[f"{op.name}-{route.name}" for op, route in pairs]
+    )
 
 
 ALL = [(op, route) for op in OPS.values() for route in op.routes.values()]
@@ -109,7 +122,9 @@ LAUNCHING = [(op, route) for op, route in ON_GPU if route.name not in op.declare
 launching_routes = _parametrised(LAUNCHING)
 prepared_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is not None])
 planned_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.prepare is prepare_from_plan])
-triton_routes = _parametrised([(op, route) for op, route in LAUNCHING if route.name not in op.declared_cases.not_interpreted])
+triton_routes = _parametrised(
+    [(op, route) for op, route in LAUNCHING if route.name not in op.declared_cases.not_interpreted]
+)
 ON_CPU = [(op, route) for op, route in ALL if takes(op, route, Device.of("cpu"))]
 cpu_routes = _parametrised(ON_CPU)
 numba_routes = _parametrised([(op, route) for op, route in ON_CPU if runs_on_numba(route)])

@@ -55,7 +55,8 @@ def routes(op: None = None) -> dict[str, list[str]]: ...
 @overload
 def routes(op: str | Callable[..., Any] | Op) -> list[Route]: ...
 def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[str]] | list[Route]:
-    """The routes of an op, in the order they were declared; without an op, the names of all ops and of their routes.
+    """The routes of an op, in the order they were declared; without an op, the names of all ops and of their
+    routes.
 
     >>> import turnout
     >>> names = turnout.routes()["dot"]

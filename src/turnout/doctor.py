@@ -1,4 +1,6 @@
-"""doctor: what is installed, what it was tested with, what is known to be bad, and a small check of every route."""
+"""doctor: what is installed, what it was tested with, what is known to be bad, and a small check of every
+route.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,11 @@ def findings() -> list[Check]:
 
 def environment() -> dict[str, Any]:
     """Versions and devices of this machine."""
-    found: dict[str, Any] = {"turnout": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    found: dict[str, Any] = {
+        "turnout": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     found |= {package: versions.installed(package) for package in _PACKAGES} | {"triton": versions.triton()}
     found["cuda"] = torch.version.cuda
     found["cudnn"] = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
@@ -58,13 +64,27 @@ def known_bad() -> list[Check]:
     checks = []
     cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if versions.minor(torch.__version__) in ((2, 9), (2, 10)) and cudnn and 90800 <= cudnn < 91500:
-        slow = "runs half-precision conv3d without cuDNN: 4x slower, several times the memory (pytorch #166122)"
+        slow = (
+            "runs half-precision conv3d without cuDNN: 4x slower, several times the memory (pytorch #166122)"
+        )
         note = f"torch {torch.__version__} with cuDNN {cudnn} {slow}; take nvidia-cudnn 9.15 or torch 2.11"
         checks.append(Check("cuDNN", "warning", note))
     if torch.version.hip and torch.backends.cudnn.benchmark:
-        checks.append(Check("cudnn.benchmark", "warning", "on ROCm it searches for minutes at each new shape; set it to False"))
+        checks.append(
+            Check(
+                "cudnn.benchmark",
+                "warning",
+                "on ROCm it searches for minutes at each new shape; set it to False",
+            )
+        )
     if importlib.util.find_spec("numba") is None:
-        checks.append(Check("numba", "warning", "not installed: CPU routes of our own are refused; pip install 'turnout[cpu]'"))
+        checks.append(
+            Check(
+                "numba",
+                "warning",
+                "not installed: CPU routes of our own are refused; pip install 'turnout[cpu]'",
+            )
+        )
     return checks or [Check("known-bad pairs", "ok", "none")]
 
 
@@ -72,20 +92,36 @@ def compilers() -> list[Check]:
     """What the installed torch and Triton were tested with, and whether kernels are launched by address."""
     triton = versions.triton()
     if triton is None:
-        return [Check("triton", "warning", "not installed: GPU routes of our own are refused; pip install triton")]
+        return [
+            Check("triton", "warning", "not installed: GPU routes of our own are refused; pip install triton")
+        ]
     pair = f"torch {torch.__version__} with triton {triton}"
-    ran = [v for v in support.VERIFIED if _same_minor(v.torch, torch.__version__) and _same_minor(v.triton, triton)]
+    ran = [
+        v
+        for v in support.VERIFIED
+        if _same_minor(v.torch, torch.__version__) and _same_minor(v.triton, triton)
+    ]
     on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v})" for v in support.VERIFIED)
     elsewhere = f"every route was run on a card with {on_cards}"
     if ran:
-        checks = [Check(pair, "ok", f"every route was run on a card with this pair: {'; '.join(map(str, ran))}")]
+        checks = [
+            Check(pair, "ok", f"every route was run on a card with this pair: {'; '.join(map(str, ran))}")
+        ]
     elif versions.minor(triton) in support.COMPILED:
         checks = [Check(pair, "ok", f"every kernel was compiled with this Triton, not run; {elsewhere}")]
     else:
         known = ", ".join(".".join(map(str, version)) for version in support.COMPILED)
-        checks = [Check(pair, "warning", f"not tested with this Triton; kernels were compiled with {known}; {elsewhere}")]
+        checks = [
+            Check(
+                pair,
+                "warning",
+                f"not tested with this Triton; kernels were compiled with {known}; {elsewhere}",
+            )
+        ]
     problem = support.fast_launch()
-    checks.append(Check("fast launch", "warning" if problem else "ok", problem or "kernels are launched by address"))
+    checks.append(
+        Check("fast launch", "warning" if problem else "ok", problem or "kernels are launched by address")
+    )
     for where in _devices()[1:]:
         device = Device.of(where)
         for op in OPS.values():
@@ -109,7 +145,9 @@ def tables() -> list[Check]:
         counts = f"{_rows(len(known.here.rows))} measured here, {len(known.shipped.rows)} shipped"
         if known.sibling is not None and not known.shipped.rows:
             counts += f", {len(known.sibling.rows)} of its sibling {device.sibling}"
-        checks.append(_table_check(f"rows for {device.name}", counts, [table for _, table in known.authorities]))
+        checks.append(
+            _table_check(f"rows for {device.name}", counts, [table for _, table in known.authorities])
+        )
     return checks
 
 
@@ -123,7 +161,9 @@ def shipped_tables() -> list[Check]:
         if file.stem not in here:
             device = Device.named(file.stem)
             table = Tables(device).shipped
-            checks.append(_table_check(f"rows for {device.name}", f"{_rows(len(table.rows))} shipped", [table]))
+            checks.append(
+                _table_check(f"rows for {device.name}", f"{_rows(len(table.rows))} shipped", [table])
+            )
     return checks
 
 
@@ -140,19 +180,29 @@ def _table_check(what: str, counts: str, known: list[Table]) -> Check:
         stale_rows += bool(names)
     rows = [(row, table) for table in known for row in table.rows]
     unknown = Counter(row.op for row, _ in rows if row.op not in OPS)
-    elsewhere = Counter(_machine(row.machine) for row, table in rows if dict(row.machine) != table.device.machine)
+    elsewhere = Counter(
+        _machine(row.machine) for row, table in rows if dict(row.machine) != table.device.machine
+    )
     unusable = Counter({op.name: sum(table.unusable(op) for table in known) for op in OPS.values()})
     notes = [counts]
     if unknown:
         notes.append(f"{_rows(unknown.total())} of ops that are not known: {_listed(unknown)}")
     if elsewhere:
-        notes.append(f"{_rows(elsewhere.total())} measured with another machine or other settings: {_listed(elsewhere)}")
+        notes.append(
+            f"{_rows(elsewhere.total())} measured with another machine or other settings: {_listed(elsewhere)}"
+        )
     if unusable.total():
-        notes.append(f"{_rows(unusable.total())} of calls or configurations that no route takes: {_listed(unusable)}")
+        notes.append(
+            f"{_rows(unusable.total())} of calls or configurations that no route takes: {_listed(unusable)}"
+        )
     if stale:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(stale.items()))
-        notes.append(f"{_rows(stale_rows)} with other kernels than these: {listed}; turnout bench --missing measures them")
-    notes += problems[:3] + ([f"and {len(problems) - 3} more that cannot be read"] if len(problems) > 3 else [])
+        notes.append(
+            f"{_rows(stale_rows)} with other kernels than these: {listed}; turnout bench --missing measures them"
+        )
+    notes += problems[:3] + (
+        [f"and {len(problems) - 3} more that cannot be read"] if len(problems) > 3 else []
+    )
     doubtful = stale or problems or unknown or unusable.total()
     return Check(what, "warning" if doubtful else "ok", "; ".join(notes))
 
@@ -183,7 +233,11 @@ def routes() -> list[Check]:
                 reasons = [list(route.refuses(op.problem(*args), Device.of(where))) for args in calls]
                 taken = next((args for args, why in zip(calls, reasons, strict=True) if not why), None)
                 what = f"{op.name} {route.name} on {where}"
-                checks.append(Check(what, "refused", "; ".join(reasons[0])) if taken is None else _check(op, route, taken, what))
+                checks.append(
+                    Check(what, "refused", "; ".join(reasons[0]))
+                    if taken is None
+                    else _check(op, route, taken, what)
+                )
     return checks
 
 

@@ -22,7 +22,11 @@ def floating_calls(op, route, count):
     for seed in range(4000):
         args = random_call(op, seed, CPU)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if not args[0].is_floating_point() or not args[0].numel() or any(x.clone().stride() != x.stride() for x in tensors):
+        if (
+            not args[0].is_floating_point()
+            or not args[0].numel()
+            or any(x.clone().stride() != x.stride() for x in tensors)
+        ):
             continue
         if route is None or not any(route.refuses(op.problem(*args), Device.of("cpu"))):
             found.append(args)
@@ -38,7 +42,10 @@ def test_opcheck_with_the_route_pinned(op, route):
             torch.library.opcheck(op.opaque, args)
             if op.mutates:
                 continue
-            wanting = tuple(copy(x).requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args)
+            wanting = tuple(
+                copy(x).requires_grad_() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+                for x in args
+            )
             torch.library.opcheck(op.opaque, wanting)
 
 
@@ -69,7 +76,9 @@ def test_a_known_choice_of_the_reference_leaves_plain_torch_in_the_graph(op):
 
     from torch._dynamo.backends.common import aot_autograd
 
-    torch.compile(lambda a, b: op(a, b), fullgraph=True, backend=aot_autograd(fw_compiler=keep))(torch.randn(8), torch.randn(8))
+    torch.compile(lambda a, b: op(a, b), fullgraph=True, backend=aot_autograd(fw_compiler=keep))(
+        torch.randn(8), torch.randn(8)
+    )
     assert seen
     assert not any("turnout" in target for target in seen)
 
@@ -84,7 +93,9 @@ def test_a_chosen_route_stays_one_op_in_the_graph():
     from torch._dynamo.backends.common import aot_autograd
 
     with turnout.pin(matmul="as-dot"):
-        torch.compile(turnout.matmul, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(torch.randn(1, 8), torch.randn(8, 1))
+        torch.compile(turnout.matmul, fullgraph=True, backend=aot_autograd(fw_compiler=keep))(
+            torch.randn(1, 8), torch.randn(8, 1)
+        )
     assert seen == ["turnout.matmul.default"]
 
 

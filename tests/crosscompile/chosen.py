@@ -20,7 +20,9 @@ from turnout.routing.device import KIB, Device
 from turnout.routing.op import OPS, Key, Op
 
 TRITON = versions.minor(versions.triton())
-A10 = replace(Device.named("4090"), name="NVIDIA A10", capability=(8, 6), shared=99 * KIB, units=72)  # as an RTX 3090
+A10 = replace(
+    Device.named("4090"), name="NVIDIA A10", capability=(8, 6), shared=99 * KIB, units=72
+)  # as an RTX 3090
 CARDS = {
     "sm_80": Device.named("a100"),
     "sm_86": A10,
@@ -32,8 +34,8 @@ CARDS = {
 }
 CARDS = {name: replace(device, triton=TRITON) for name, device in CARDS.items()}
 
-# How much is compiled: "quick" one launch for each kernel and dtype on Hopper, "usual" on other cards too, "all" every
-# launch of every case on every card.
+# How much is compiled: "quick" one launch for each kernel and dtype on Hopper, "usual" on other cards too,
+# "all" every launch of every case on every card.
 LEVELS = ("quick", "usual", "all")
 LEVEL = os.environ.get("TURNOUT_COMPILE", "usual")
 if LEVEL not in LEVELS:
@@ -61,14 +63,18 @@ class Chosen(NamedTuple):
         """What its compiled code depends on, of the launches of one card."""
         kernel, _, tensors, numbers, constants, warps, options = self.launch
         kinds = [x is not None and (x.dtype if isinstance(x, torch.Tensor) else kind(x)) for x in tensors]
-        # Triton makes ones constant, and knows which numbers 16 divides and which need 64 bits; Gluon's do not count.
-        about = [0 if kernel.is_gluon() or isinstance(n, float) else (n == 1, n % 16 == 0, abs(n) >= 2**31) for n in numbers]
+        # Triton makes ones constant, and knows which numbers 16 divides and which need 64 bits; Gluon's do
+        # not count.
+        about = [
+            0 if kernel.is_gluon() or isinstance(n, float) else (n == 1, n % 16 == 0, abs(n) >= 2**31)
+            for n in numbers
+        ]
         return (kernel.fn, *kinds, *about, *constants.values(), warps, *options.items())
 
     @property
     def kind(self) -> tuple:
-        """What is compiled once for each: a kernel and a dtype; of Hopper's convolutions also how sums are shared out,
-        and whether frames come from two tensors, as that decides how many registers there are."""
+        """What is compiled once for each: a kernel and a dtype; of Hopper's convolutions also how sums are
+        shared out, and whether frames come from two tensors, as that decides how many registers there are."""
         shares = [self.launch.constants.get(name) for name in ("SLOTS", "BN1", "BN2", "ROWS", "W1", "CAUSAL")]
         has_cache = "SLOTS" in self.launch.constants and self.launch.tensors[1] is not None
         return (*self.kernel_and_dtype, *shares, has_cache)
@@ -81,8 +87,8 @@ class Chosen(NamedTuple):
 
 @contextlib.contextmanager
 def tf32_allowed() -> Iterator[None]:
-    """While this is entered, float32 convolutions may be multiplied in TF32, as is torch's default on a card. The
-    tensors here are a CPU's, whose own setting counts for them."""
+    """While this is entered, float32 convolutions may be multiplied in TF32, as is torch's default on a card.
+    The tensors here are a CPU's, whose own setting counts for them."""
     settings: Any = torch.backends.mkldnn.conv  # pyright: ignore
     before = settings.fp32_precision
     settings.fp32_precision = "tf32"
@@ -93,8 +99,8 @@ def tf32_allowed() -> Iterator[None]:
 
 
 def calls(op: Op) -> Iterator[tuple[str, Any, tuple]]:
-    """A name, the problem and the arguments of every call that is looked at: all cases, those in float32 also with TF32,
-    and attention with wide heads of every kind."""
+    """A name, the problem and the arguments of every call that is looked at: all cases, those in float32 also
+    with TF32, and attention with wide heads of every kind."""
     for case in op.cases():
         yield str(case), *outline(op, case)
         if case.dtype is torch.float32:
@@ -109,7 +115,9 @@ def calls(op: Op) -> Iterator[tuple[str, Any, tuple]]:
 
 @functools.cache
 def launches(card: str) -> list[Chosen]:
-    """All launches of all calls on a card in the route and configuration that are chosen there, one for each code."""
+    """All launches of all calls on a card in the route and configuration that are chosen there, one for each
+    code.
+    """
     device = CARDS[card]
     found: dict[tuple, Chosen] = {}
     for op in OPS.values():
@@ -138,14 +146,18 @@ def random_calls(op: str) -> list[tuple[int, Any, tuple]]:
 
 @functools.cache
 def others(card: str) -> list[Chosen]:
-    """For each kernel and dtype that no call takes on a card, a launch of it by a small random call of a route that
-    would take it, in its first configuration."""
+    """For each kernel and dtype that no call takes on a card, a launch of it by a small random call of a
+    route that would take it, in its first configuration."""
     device, seen, found = CARDS[card], {chosen.kernel_and_dtype for chosen in launches(card)}, []
     for op, route in LAUNCHING:
         kinds: set[torch.dtype] = set()
         for seed, problem, args in random_calls(op.name):
             kind = args[0].dtype
-            if kind in kinds or (kind is torch.float16 and card != "sm_90") or any(route.refuses(problem, device)):
+            if (
+                kind in kinds
+                or (kind is torch.float16 and card != "sm_90")
+                or any(route.refuses(problem, device))
+            ):
                 continue
             kinds.add(kind)
             config = dict(next(iter(route.configs(problem, device))))
@@ -157,14 +169,19 @@ def others(card: str) -> list[Chosen]:
 
 
 def transposes(device: Device) -> Iterator[Chosen]:
-    """From channels first to last and back: routes of convolutions do so around their kernels, but not on meta tensors."""
+    """From channels first to last and back: routes of convolutions do so around their kernels, but not on
+    meta tensors.
+    """
     for dtype in (torch.bfloat16, torch.float32):
         first = torch.empty(1, 96, 64, 64, dtype=dtype, device="meta")
         last = torch.empty_like(first, memory_format=torch.channels_last)
         for x, out in ((first, last), (last, first)):
             with recorded(device) as recording:
                 assert transpose(x, out)
-            yield from (Chosen("conv2d", "another layout", "channels-last", launch, tuned=False) for launch in recording)
+            yield from (
+                Chosen("conv2d", "another layout", "channels-last", launch, tuned=False)
+                for launch in recording
+            )
 
 
 @functools.cache
@@ -175,11 +192,18 @@ def compiled_here(card: str) -> list[Chosen]:
     kinds: dict[tuple, Chosen] = {}
     for chosen in launches(card):
         kinds.setdefault(chosen.code if LEVEL == "all" else chosen.kind, chosen)
-    # A float16 kernel is a bfloat16 one with other conversions: it is compiled for Hopper with one Triton only. So is one
-    # in float32 on other cards where there is one in bfloat16; `make compile-all` leaves nothing out.
+    # A float16 kernel is a bfloat16 one with other conversions: it is compiled for Hopper with one Triton
+    # only. So is one in float32 on other cards where there is one in bfloat16; `make compile-all` leaves
+    # nothing out.
     twins = {(kind[0], *kind[2:]) for kind in kinds if kind[1:2] == (torch.bfloat16,)}
-    left_out = set() if LEVEL == "all" else {torch.float16} if LEVEL == "quick" else {torch.float16, torch.float32}
+    left_out = (
+        set() if LEVEL == "all" else {torch.float16} if LEVEL == "quick" else {torch.float16, torch.float32}
+    )
     if LEVEL == "usual" and card == "sm_90":
         left_out = set()
-    kept = [chosen for kind, chosen in kinds.items() if kind[1] not in left_out or (kind[0], *kind[2:]) not in twins]
+    kept = [
+        chosen
+        for kind, chosen in kinds.items()
+        if kind[1] not in left_out or (kind[0], *kind[2:]) not in twins
+    ]
     return [*kept, *others(card)]

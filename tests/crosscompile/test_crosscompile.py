@@ -16,26 +16,34 @@ PARTS = 4  # of a card's kernels, so that several processes may share them
 PLACES = [(card, part) for card in (CARDS if LEVEL != "quick" else ["sm_90"]) for part in range(PARTS)]
 
 MOST_REGISTERS = 255
-# Where a kernel may use more registers than it does, ptxas sometimes keeps a value or two in memory all the same.
+# Where a kernel may use more registers than it does, ptxas sometimes keeps a value or two in memory all the
+# same.
 BY_CHOICE = 8
-# Two values of the producer, before its loops: 80 registers a thread let two blocks share a multiprocessor, which is
-# worth more. Neither fewer channels a block nor a loop over them mended it.
+# Two values of the producer, before its loops: 80 registers a thread let two blocks share a multiprocessor,
+# which is worth more. Neither fewer channels a block nor a loop over them mended it.
 ALLOWED = {("narrow_out_rolled", (3, 9)): 16}
 
 
 def reused_barriers(ptx: str) -> list[int]:
-    """Offsets of barriers in shared memory that lie where values are stored, and are never made invalid. To the card a barrier stays one
+    """Offsets of barriers in shared memory that lie where values are stored, and are never made invalid. To
+    the card a barrier stays one
     until then: its 8 bytes change when another process is given the card for a while."""
     stores = [int(at) for at in re.findall(r"st\.shared\S*\s+\[%r\d+\+(\d+)\]", ptx)]
     if not stores:
         return []
     sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
-    made, ended = ({int(sums.get(at, 0)) for at in re.findall(rf"mbarrier\.{what}\S*\s+\[(%r\d+)\]", ptx)} for what in ("init", "inval"))
+    made, ended = (
+        {int(sums.get(at, 0)) for at in re.findall(rf"mbarrier\.{what}\S*\s+\[(%r\d+)\]", ptx)}
+        for what in ("init", "inval")
+    )
     return sorted(barrier for barrier in made - ended if min(stores) <= barrier <= max(stores))
 
 
 def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
-    """What a kernel needs that it should not, in words. Of those that no model's call takes: more memory than there is."""
+    """What a kernel needs that it should not, in words.
+
+    Of those that no model's call takes: more memory than there is.
+    """
     resources, name = compiled.resources, compiled.launch.kernel.fn.__name__
     most = compiled.launch.options.get("maxnreg") or MOST_REGISTERS
     if resources.shared > shared:
@@ -54,7 +62,9 @@ def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
 
 @pytest.mark.parametrize(("card", "part"), PLACES, ids=[f"{card}-{part}" for card, part in PLACES])
 def test_kernels_compile_as_they_should(card, part):
-    """In the route and configuration that are chosen for a call: nothing is spilled, no product waits for another."""
+    """In the route and configuration that are chosen for a call: nothing is spilled, no product waits for
+    another.
+    """
     device = CARDS[card]
     found = []
     for chosen in compiled_here(card)[part::PARTS]:
@@ -65,9 +75,16 @@ def test_kernels_compile_as_they_should(card, part):
 
 
 def test_every_route_is_among_them():
-    """Each route that launches kernels of ours was compiled for a card that it takes, with every kernel it declares."""
-    names = {f"{chosen.launch.kernel.fn.__module__}:{chosen.launch.kernel.fn.__name__}" for chosen in compiled_here("sm_90")}
-    declared = {kernel for op, route in LAUNCHING if takes(op, route, CARDS["sm_90"]) for kernel in route.kernels}
+    """Each route that launches kernels of ours was compiled for a card that it takes, with every kernel it
+    declares.
+    """
+    names = {
+        f"{chosen.launch.kernel.fn.__module__}:{chosen.launch.kernel.fn.__name__}"
+        for chosen in compiled_here("sm_90")
+    }
+    declared = {
+        kernel for op, route in LAUNCHING if takes(op, route, CARDS["sm_90"]) for kernel in route.kernels
+    }
     assert declared - names == set()
 
 

@@ -9,11 +9,13 @@ DOCS = ROOT / "docs"
 GENERATED = {path for path in (DOCS / "results").glob("*.md") if path.stem != "index"}
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(set(DOCS.rglob("*.md")) - GENERATED)]
 
-_BLOCK = re.compile(r"^(<!-- needs a GPU -->\n+)?^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(<!-- needs a GPU -->\n+)?^```(\S*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 class Block(NamedTuple):
-    """One fenced block: its language, its title, its text, its line, and whether it says that it needs a GPU."""
+    """One fenced block: its language, title, text and line, and whether it is marked as needing a GPU."""
 
     language: str
     title: str
@@ -25,7 +27,8 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(found[2], found[3] or "", found[4], 1 + text[: found.start(4)].count("\n"), bool(found[1])) for found in _BLOCK.finditer(text)
+        Block(found[2], found[3] or "", found[4], 1 + text[: found.start(4)].count("\n"), bool(found[1]))
+        for found in _BLOCK.finditer(text)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The documentation is true: its examples run, its commands exist, its generated parts are as they would be."""
+"""The documentation is true: examples run, commands exist, generated parts are up to date."""
 
 import json
 import os
@@ -17,12 +17,14 @@ from benchmarks import docs_pages
 from tests.docs.blocks import DOCS, PAGES, ROOT, blocks, name_of, titled
 from turnout.cli import app
 
-WITH_CODE = [page for page in PAGES if any(block.language == "python" and not block.title for block in blocks(page))]
+WITH_CODE = [
+    page for page in PAGES if any(block.language == "python" and not block.title for block in blocks(page))
+]
 
 
 def run_examples(page, tmp_path, *, gpu):
-    """Every example of a page, one after the other, as a reader would run them. Where there is no GPU those for
-    one run on the CPU, but for those that say that they need it."""
+    """Every example of a page, one after the other, as a reader would run them. Where there is no GPU those
+    for one run on the CPU, but for those that say that they need it."""
     from diffusers import AutoencoderKLWan
 
     folder = tmp_path / "vae"
@@ -55,7 +57,15 @@ def test_examples_for_a_gpu_run(page, tmp_path):
 def test_the_script_for_several_gpus_runs_on_two_ranks(tmp_path):
     script = tmp_path / "decode_on_all.py"
     script.write_text(titled(DOCS / "guides" / "several-gpus.md", script.name))
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -101,7 +111,11 @@ def test_targets_of_make_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = page.read_text()
     named = set(re.findall(r"`make ([a-z-]+)`", text))
-    named |= {target for block in blocks(page) for target in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE)}
+    named |= {
+        target
+        for block in blocks(page)
+        for target in re.findall(r"^make ([a-z-]+)", block.text, re.MULTILINE)
+    }
     assert named <= targets
 
 
@@ -136,7 +150,9 @@ def test_lines_are_short(page):
 
 
 def test_generated_parts_have_not_drifted():
-    stale = [path for path, text in docs_pages.pages().items() if not path.exists() or path.read_text() != text]
+    stale = [
+        path for path, text in docs_pages.pages().items() if not path.exists() or path.read_text() != text
+    ]
     assert stale == [], "python -m benchmarks.docs_pages writes them"
 
 
@@ -187,7 +203,9 @@ def test_every_environment_variable_is_on_its_page_and_no_other():
     names = re.compile(r"`([A-Z]+_[A-Z_]+)`")
     assert set(names.findall(of_the_package)) == read_by("src")
     assert {"TURNOUT_PIN", "TURNOUT_NUMERICS", "TURNOUT_CACHE_DIR"} <= read_by("src")
-    assert set(names.findall(of_the_tests)) == {name for name in read_by("tests") if name.startswith("TURNOUT")} - read_by("src")
+    assert set(names.findall(of_the_tests)) == {
+        name for name in read_by("tests") if name.startswith("TURNOUT")
+    } - read_by("src")
 
 
 # ---- the keys of JSON
@@ -197,7 +215,11 @@ def documented_keys(heading):
     """The keys that the section of this name tells of."""
     page = (DOCS / "reference" / "json.md").read_text()
     section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return section, {key for row in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)}
+    return section, {
+        key
+        for row in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE)
+        for key in re.findall(r"`([^`]+)`", row)
+    }
 
 
 def printed(*words):
@@ -210,7 +232,9 @@ def test_keys_of_doctor():
     _, keys = documented_keys("turnout doctor")
     [told] = printed("doctor")
     assert set(told) == {key for key in keys if "." not in key}
-    assert {f"checks[].{key}" for check in told["checks"] for key in check} == {key for key in keys if key.startswith("checks[]")}
+    assert {f"checks[].{key}" for check in told["checks"] for key in check} == {
+        key for key in keys if key.startswith("checks[]")
+    }
     section, _ = documented_keys("turnout doctor")
     assert all(f"`{key}`" in section or f"`environment.{key}`" in section for key in told["environment"])
 
@@ -255,7 +279,10 @@ def test_keys_of_race():
     section, keys = documented_keys("turnout race")
     words = ("--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0")
     [row] = printed("race", "flux-vae", *words)
-    top, listed = keys - {key for key in keys if "lanes.*" in key}, {"model", "title", "class", "sizes", "dtypes", "note"}
+    top, listed = (
+        keys - {key for key in keys if "lanes.*" in key},
+        {"model", "title", "class", "sizes", "dtypes", "note"},
+    )
     assert set(row) == top - (listed - {"model"}) - {"failed"}
     lanes = {key.removeprefix("lanes.*.") for key in keys if key.startswith("lanes.*")}
     assert {key for lane in row["lanes"].values() for key in lane} == lanes - {"failed"}
@@ -268,7 +295,9 @@ def test_keys_of_race():
 
 def test_keys_of_warm():
     section, keys = documented_keys("turnout warm")
-    run = CliRunner().invoke(app, ["warm", "wan-vae", "--size", "tiny", "--device", "h200", "--check", "--json"])
+    run = CliRunner().invoke(
+        app, ["warm", "wan-vae", "--size", "tiny", "--device", "h200", "--check", "--json"]
+    )
     told = json.loads(run.stdout)
     assert run.exit_code == (0 if told["ready"] else 1), run.output
     assert set(told) == keys
@@ -279,7 +308,11 @@ def test_keys_of_warm():
 def test_no_command_has_json_that_is_not_documented():
     page = (DOCS / "reference" / "json.md").read_text()
     commands = typer.main.get_command(app).commands
-    with_json = {name for name, command in commands.items() if any("--json" in option.opts for option in command.params)}
+    with_json = {
+        name
+        for name, command in commands.items()
+        if any("--json" in option.opts for option in command.params)
+    }
     assert with_json == set(re.findall(r"^## turnout (\w+)$", page, re.MULTILINE)) == set(commands)
 
 

@@ -1,5 +1,5 @@
-"""The route and the op that CONTRIBUTING shows work as they stand there: outside of the package, with every test that a
-declared route gets."""
+"""The route and the op that CONTRIBUTING shows work as they stand there: outside of the package, with every
+test that a declared route gets."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 @pytest.fixture
 def declared(tmp_path):
-    """Writes the blocks of CONTRIBUTING with titles as files, and runs tests or code where they are imported."""
+    """Write the titled blocks of CONTRIBUTING as files, and run tests or code that imports them."""
     for block in blocks(CONTRIBUTING):
         if block.title:
             file = tmp_path / block.title
@@ -24,7 +24,9 @@ def declared(tmp_path):
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def run(*words):
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment)
+        done = subprocess.run(
+            [sys.executable, *words], capture_output=True, text=True, timeout=900, cwd=ROOT, env=environment
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -36,19 +38,40 @@ def test_a_route_takes_fewer_than_25_lines():
     assert len(lines) < 25
 
 
-WALKS = ("tests/property/test_routes.py", "tests/property/test_own_outputs.py", "tests/compile/test_compile.py")
+WALKS = (
+    "tests/property/test_routes.py",
+    "tests/property/test_own_outputs.py",
+    "tests/compile/test_compile.py",
+)
 
 
-@pytest.mark.parametrize(("module", "which", "least"), [("in_float32", "dot and in-float32", 5), ("squared_relu", "squared_relu", 6)])
+@pytest.mark.parametrize(
+    ("module", "which", "least"),
+    [("in_float32", "dot and in-float32", 5), ("squared_relu", "squared_relu", 6)],
+)
 def test_what_is_declared_passes_the_tests_that_walk_the_registry(declared, module, which, least):
-    said = declared("-m", "pytest", "-q", "-p", module, "-p", "no:cacheprovider", "-n", "0", *WALKS, "-k", which)
+    said = declared(
+        "-m", "pytest", "-q", "-p", module, "-p", "no:cacheprovider", "-n", "0", *WALKS, "-k", which
+    )
     assert int(said.split(" passed")[0].split()[-1]) >= least
 
 
 def test_the_route_is_listed_and_the_doctests_that_list_routes_hold(declared):
     assert "in-float32" in declared("-c", "import in_float32, turnout; print(turnout.routes()['dot'])")
     modules = ("src/turnout/asking.py", "src/turnout/routing")
-    declared("-m", "pytest", "-q", "-p", "in_float32", "-p", "no:cacheprovider", "-n", "0", "--doctest-modules", *modules)
+    declared(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "in_float32",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "0",
+        "--doctest-modules",
+        *modules,
+    )
 
 
 def test_the_op_is_asked_about_pinned_tuned_and_checked(declared):
@@ -78,5 +101,8 @@ assert torch.compile(function, fullgraph=True, backend="eager")(x).shape == x.sh
 
 
 def test_the_op_is_known_to_the_command_line(declared):
-    code = "import sys, squared_relu; from turnout.cli import app; sys.argv = ['turnout', 'explain', 'squared_relu', '--x', '4,4']; app()"
+    code = (
+        "import sys, squared_relu; from turnout.cli import app;"
+        "sys.argv = ['turnout', 'explain', 'squared_relu', '--x', '4,4']; app()"
+    )
     assert "squared_relu(shape=[4, 4]" in declared("-c", code)

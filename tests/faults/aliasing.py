@@ -8,7 +8,12 @@ from turnout.routing.op import OPS
 
 WRITING = [op for op in OPS.values() if op.mutates]
 _DTYPES = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}  # float64 may mix with others
+_TOLERANCE = {
+    torch.float64: 1e-4,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 6e-2,
+}  # float64 may mix with others
 
 
 class Tensor(NamedTuple):
@@ -45,7 +50,12 @@ def group_norm_silu_into(draw):
 
 
 def causal_conv1d_update(draw):
-    dtype, batch, dim, width = draw.choice(_DTYPES), draw.randint(1, 3), draw.choice((1, 4, 9, 33)), draw.randint(2, 4)
+    dtype, batch, dim, width = (
+        draw.choice(_DTYPES),
+        draw.randint(1, 3),
+        draw.choice((1, 4, 9, 33)),
+        draw.randint(2, 4),
+    )
     size, length = width - 1 + draw.randint(0, 3), draw.randint(0, 4)
     slots = batch + draw.randint(0, 2)
     chosen = None if draw.random() < 0.6 else torch.tensor(draw.sample(range(slots), batch))
@@ -53,13 +63,20 @@ def causal_conv1d_update(draw):
         chosen[draw.randrange(batch)] = -1
     lengths = None if draw.random() < 0.6 else torch.tensor([draw.randint(0, 9) for _ in range(batch)])
     x = Tensor((batch, dim, length) if length else (batch, dim), dtype)
-    state = Tensor((batch if chosen is None else slots, dim, size), dtype if draw.random() < 0.8 else torch.float32)
+    state = Tensor(
+        (batch if chosen is None else slots, dim, size), dtype if draw.random() < 0.8 else torch.float32
+    )
     bias = Tensor((dim,), dtype) if draw.random() < 0.6 else None
     return [x, state, Tensor((dim, width), dtype), bias, draw.choice((None, "silu")), lengths, chosen]
 
 
 def selective_scan_update(draw):
-    dtype, batch, dim, states = draw.choice(_DTYPES), draw.randint(1, 3), draw.choice((1, 4, 9)), draw.randint(1, 4)
+    dtype, batch, dim, states = (
+        draw.choice(_DTYPES),
+        draw.randint(1, 3),
+        draw.choice((1, 4, 9)),
+        draw.randint(1, 4),
+    )
     wide = dtype if draw.random() < 0.5 else torch.float32
     row, column, vector = Tensor((batch, dim), dtype), Tensor((batch, states), dtype), Tensor((dim,), wide)
     optional = [given if draw.random() < 0.6 else None for given in (vector, row, vector)]
@@ -101,13 +118,18 @@ class Pattern:
         self.offsets = {}
         for i in layouts:
             item = args[i].dtype.itemsize
-            near = first if draw.random() < 0.25 else first + draw.choice((-2, -1, 1, 2, 5)) * args[into].dtype.itemsize
+            near = (
+                first
+                if draw.random() < 0.25
+                else first + draw.choice((-2, -1, 1, 2, 5)) * args[into].dtype.itemsize
+            )
             anywhere = draw.randrange(first + 2 * sizes[into] + 64)
             beside = first + sizes[into] + draw.randrange(64)
             at = first if i == into else draw.choice((near, anywhere, anywhere, beside))
             self.offsets[i] = max(0, at) // item * item if i != into else first
         total = max(at + sizes[i] for i, at in self.offsets.items()) + 64
-        # Halves of float32 that are bfloat16: whatever is read as another dtype, the numbers stay within bounds.
+        # Halves of float32 that are bfloat16: whatever is read as another dtype, the numbers stay within
+        # bounds.
         values = torch.randn(total // 2 + 8, generator=torch.Generator().manual_seed(draw.randrange(2**31)))
         self.memory = values.to(torch.bfloat16).view(torch.uint8)
         self.memory = self.memory[: len(self.memory) // 8 * 8]
@@ -165,4 +187,6 @@ class Pattern:
 
 def _close(x, y):
     tolerance = _TOLERANCE[y.dtype]
-    return x.dtype == y.dtype and torch.allclose(x.double(), y.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+    return x.dtype == y.dtype and torch.allclose(
+        x.double(), y.double(), rtol=tolerance, atol=tolerance, equal_nan=True
+    )

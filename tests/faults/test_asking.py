@@ -373,7 +373,9 @@ def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
 
 
 def read_by_the_host(call):
-    """Whether the choice depends on values in a tensor, such as lengths: a compiled program does not know them."""
+    """Whether the choice depends on values in a tensor, such as lengths: a compiled program does not know
+    them.
+    """
     tensors = [x for value in call.make().values() for x in tensors_in(value)]
     return call.name == "attention" and not all(x.is_floating_point() for x in tensors)
 

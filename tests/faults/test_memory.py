@@ -1,7 +1,7 @@
 """Memory stays flat, whatever changes from call to call.
 
-`TURNOUT_CALLS=100000 pytest -s tests/faults/test_memory.py` (`make fault-test`) makes so many calls with new shapes and
-prints what Python and the process have along the way.
+`TURNOUT_CALLS=100000 pytest -s tests/faults/test_memory.py` (`make fault-test`) makes so many calls with new
+shapes and prints what Python and the process have along the way.
 """
 
 import gc

@@ -1,7 +1,8 @@
-"""Ops that write into tensors of their caller: overlap, versions, leaves, inference mode, failures after a write.
+"""Ops that write into tensors of their caller: overlap, versions, leaves, inference mode, failures after a
+write.
 
-`TURNOUT_PATTERNS=10000 pytest -s tests/faults/test_writing.py` (`make fault-test`) tries so many random patterns of
-overlap with every op and every CPU route that writes, and prints what became of them.
+`TURNOUT_PATTERNS=10000 pytest -s tests/faults/test_writing.py` (`make fault-test`) tries so many random
+patterns of overlap with every op and every CPU route that writes, and prints what became of them.
 """
 
 import contextlib
@@ -88,15 +89,21 @@ def only_route(op, name, monkeypatch, **changes):
 
 def injected(op, run, monkeypatch, **changes):
     """The op with `run` as its only route, which takes everything."""
-    return only_route(op, None, monkeypatch, run=run, refuses=lambda problem, device: (), kernels=(), configs=lambda p, d: ({},), **changes)
+    return only_route(
+        op,
+        None,
+        monkeypatch,
+        run=run,
+        refuses=lambda problem, device: (),
+        kernels=(),
+        configs=lambda p, d: ({},),
+        **changes,
+    )
 
 
 # Overlap
 
-CPU_ROUTES = [
-    (op, name) for op in WRITING for name, route in op.routes.items()
-    if runs_on_numba(route)
-]  # fmt: skip
+CPU_ROUTES = [(op, name) for op in WRITING for name, route in op.routes.items() if runs_on_numba(route)]
 
 
 def run_patterns(op, count, ran):
@@ -110,7 +117,9 @@ def run_patterns(op, count, ran):
                 returned = op(*pattern.arguments(memory))
         except WriteRefused:
             assert torch.equal(memory, pattern.memory), f"seed {seed}: a refused call wrote: {pattern}"
-            assert overlaps_itself(Layout.of(pattern.arguments(memory)[pattern.into])), f"seed {seed}: {pattern}"
+            assert overlaps_itself(Layout.of(pattern.arguments(memory)[pattern.into])), (
+                f"seed {seed}: {pattern}"
+            )
             counts["refused"] += 1
             continue
         wrong = pattern.mismatch(memory, returned)
@@ -130,7 +139,7 @@ def test_random_overlap_is_right_or_refused(op, name, monkeypatch):
 @pytest.mark.usefixtures("_one_thread")
 @writing_ops
 def test_a_route_never_reads_what_it_has_written(op, monkeypatch):
-    """With a route that is wrong wherever anything overlaps: for all ops, also those whose routes need a GPU."""
+    """Every op takes a route that is wrong where tensors overlap, also ops whose routes need a GPU."""
     with injected(op, scribbling(op), monkeypatch, in_place=()) as ran:
         counts = run_patterns(op, PATTERNS, ran)
     print(f"\n{op.name}: {dict(counts)}")
@@ -144,12 +153,18 @@ def test_shared_memory_is_found_exactly():
         offsets = [0]
         for size, stride in zip(layout.shape, layout.strides, strict=True):
             offsets = [offset + k * stride for offset in offsets for k in range(size)]
-        return offsets, {start + offset * layout.itemsize + byte for offset in offsets for byte in range(layout.itemsize)}
+        return offsets, {
+            start + offset * layout.itemsize + byte for offset in offsets for byte in range(layout.itemsize)
+        }
 
     def layout():
         dims = draw.randint(0, 4)
-        sizes, strides = (tuple(draw.randint(low, high) for _ in range(dims)) for low, high in ((1, 5), (0, 12)))
-        return Layout(sizes if draw.random() < 0.95 else (*sizes[:-1], 0)[:dims], strides, draw.choice((1, 2, 4, 8)))
+        sizes, strides = (
+            tuple(draw.randint(low, high) for _ in range(dims)) for low, high in ((1, 5), (0, 12))
+        )
+        return Layout(
+            sizes if draw.random() < 0.95 else (*sizes[:-1], 0)[:dims], strides, draw.choice((1, 2, 4, 8))
+        )
 
     shared = 0
     for _ in range(4000):
@@ -179,7 +194,10 @@ def test_a_tensor_that_overlaps_itself_is_refused(op, form):
         strides = (0, *args[i].stride()[1:]) if form == "expanded" else (1,) * len(shape)
         args = [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
         args[i] = torch.ones(64, 64, device=device).as_strided(shape, strides)
-        with torch.no_grad(), pytest.raises(WriteRefused, match=r"share memory; it is written to.*\.clone\(\)"):
+        with (
+            torch.no_grad(),
+            pytest.raises(WriteRefused, match=r"share memory; it is written to.*\.clone\(\)"),
+        ):
             op(*args)
         if device == "cpu":
             assert torch.equal(args[i], torch.ones(shape))
@@ -197,7 +215,10 @@ def test_two_tensors_that_are_written_must_not_overlap(monkeypatch):
     for name in ("reference", "cpu-rows"):
         before = memory.clone()
         turnout.routing.op.forget_choices()
-        with turnout.pin(rms_norm_silu_into=name), pytest.raises(WriteRefused, match="x and out overlap and both are written"):
+        with (
+            turnout.pin(rms_norm_silu_into=name),
+            pytest.raises(WriteRefused, match="x and out overlap and both are written"),
+        ):
             op(x, None, None, out, 1e-6, 2, "rms_norm", True)
         assert torch.equal(memory, before)
 
@@ -232,7 +253,10 @@ def test_the_found_case():
 def test_a_pinned_route_refuses_overlap():
     x = torch.randn(4, 33)
     before = x.clone()
-    with turnout.pin(rms_norm_silu_into="cpu-rows"), pytest.raises(Refused, match="x overlaps out, this route needs x and out apart"):
+    with (
+        turnout.pin(rms_norm_silu_into="cpu-rows"),
+        pytest.raises(Refused, match="x overlaps out, this route needs x and out apart"),
+    ):
         turnout.rms_norm_silu(x[:, :-1], eps=1e-6, dim=1, out=x[:, 1:])
     assert torch.equal(x, before)
 
@@ -322,7 +346,9 @@ def test_leaves_that_require_grad_are_refused_as_torch_refuses_them(op, monkeypa
 
 @writing_ops
 def test_gradients_are_the_references(op, monkeypatch):
-    """Where an input requires grad, what is written does so afterwards, and gradients are those of the reference."""
+    """Where an input requires grad, what is written does so afterwards, and gradients are those of the
+    reference.
+    """
     grads = []
     with injected(op, scribbling(op), monkeypatch) as ran:
         torch.manual_seed(0)
@@ -353,7 +379,9 @@ def test_inference_mode(op, monkeypatch):
             torch.testing.assert_close(frozen[i], expected[i])
             plain = copied(frozen)
         before = frozen[i].clone()
-        with pytest.raises(RuntimeError, match=r"is a tensor of inference mode, which is off.*torch.inference_mode\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"is a tensor of inference mode, which is off.*torch.inference_mode\(\)"
+        ):
             op(*frozen)
         assert torch.equal(frozen[i], before)
         assert ran["route"] == 1
@@ -427,22 +455,37 @@ LAUNCH_FAILURES = [
     MemoryError("no memory"),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8 bytes."
+    ),
     type("OutOfResources", (Exception,), {})("out of resource: shared memory, Required: 300000"),
     type("CompilationError", (Exception,), {})("at 3:4: no such thing"),
 ]
 MISTAKES = [
-    RuntimeError("shapes do not fit"), RuntimeError("CUDA error: an illegal memory access was encountered"),
-    ValueError("no"), IndexError("no"), AssertionError("no"), KeyError("no"), NotImplementedError("no"), TypeError("no"),
-    OSError("no"), ZeroDivisionError("no"), StopIteration("no"), TimeoutError("no"),
-]  # fmt: skip
+    RuntimeError("shapes do not fit"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("no"),
+    IndexError("no"),
+    AssertionError("no"),
+    KeyError("no"),
+    NotImplementedError("no"),
+    TypeError("no"),
+    OSError("no"),
+    ZeroDivisionError("no"),
+    StopIteration("no"),
+    TimeoutError("no"),
+]
 
 
 @pytest.mark.parametrize("error", LAUNCH_FAILURES, ids=lambda error: f"{type(error).__name__} {error}"[:40])
 @writing_ops
 def test_no_route_follows_one_that_may_have_written(op, error, monkeypatch):
     args = simple_call(op)
-    with injected(op, failing_after(op, error, written=True), monkeypatch, fails_before_writing=False), torch.no_grad():
+    with (
+        injected(op, failing_after(op, error, written=True), monkeypatch, fails_before_writing=False),
+        torch.no_grad(),
+    ):
         copies = copied(args)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -466,7 +509,10 @@ def test_no_route_follows_one_that_may_have_written(op, error, monkeypatch):
 def test_a_failure_before_any_write_falls_through(op, error, monkeypatch):
     args = simple_call(op)
     [i] = written_places(op)
-    with injected(op, failing_after(op, error, written=False), monkeypatch, fails_before_writing=True), torch.no_grad():
+    with (
+        injected(op, failing_after(op, error, written=False), monkeypatch, fails_before_writing=True),
+        torch.no_grad(),
+    ):
         copies, expected = copied(args), copied(args)
         with pytest.warns(turnout.TurnoutWarning, match="failed at launch"):
             op(*copies)
@@ -518,12 +564,17 @@ class Memory:
 def test_a_route_is_tried_again_when_there_may_be_memory(monkeypatch):
     memory = Memory()
     monkeypatch.setattr(MATMUL.failed, "now", lambda: memory.seconds)
-    with only_route(MATMUL, "cpu-chunks", monkeypatch, run=memory.run), warnings.catch_warnings(record=True) as warned:
+    with (
+        only_route(MATMUL, "cpu-chunks", monkeypatch, run=memory.run),
+        warnings.catch_warnings(record=True) as warned,
+    ):
         warnings.simplefilter("always")
         for _ in range(1000):  # 100 s, a call every 0.1 s
             assert turnout.matmul(ROW, COLUMN).item() == 4096
             memory.seconds += 0.1
-        waits = [round(later - earlier) for earlier, later in zip(memory.tries, memory.tries[1:], strict=False)]
+        waits = [
+            round(later - earlier) for earlier, later in zip(memory.tries, memory.tries[1:], strict=False)
+        ]
         assert waits == [1, 2, 4, 8, 16, 32]
         assert len(warned) == 1
         memory.missing = False
@@ -557,7 +608,10 @@ def test_other_failures_are_not_tried_again(monkeypatch):
 def test_failures_of_many_shapes_are_bounded_and_announced_once(monkeypatch):
     memory = Memory()
     monkeypatch.setattr(failures, "_MOST_CALLS", 64)
-    with only_route(MATMUL, "as-dot", monkeypatch, run=memory.run), warnings.catch_warnings(record=True) as warned:
+    with (
+        only_route(MATMUL, "as-dot", monkeypatch, run=memory.run),
+        warnings.catch_warnings(record=True) as warned,
+    ):
         warnings.simplefilter("always")
         for n in range(1, 500):
             turnout.matmul(torch.ones(1, n), torch.ones(n, 1))
@@ -574,14 +628,20 @@ class Alarm(Exception):
 
 
 OUTSIDE = [Alarm("late"), RuntimeError("late"), TypeError("late"), AttributeError("late")]
-CALLS = {"right": (torch.ones(3), torch.ones(3)), "None": (torch.ones(3), None), "list": ([1.0], torch.ones(1))}
+CALLS = {
+    "right": (torch.ones(3), torch.ones(3)),
+    "None": (torch.ones(3), None),
+    "list": ([1.0], torch.ones(1)),
+}
 
 
 @pytest.mark.parametrize("error", OUTSIDE, ids=repr)
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("call", CALLS)
-def test_an_exception_from_outside_is_never_taken_for_a_mistake_in_the_arguments(error, at, call, monkeypatch):
-    """It arrives while the facts are gathered, at the first look or at the second, which wrong arguments get."""
+def test_an_exception_from_outside_is_never_taken_for_a_mistake_in_the_arguments(
+    error, at, call, monkeypatch
+):
+    """It arrives while the cache key is built, the first time or (with wrong arguments) the second time."""
     scope, looks = OPS["dot"].call.__globals__, []
     settings = scope["settings"]
 

@@ -29,9 +29,13 @@ def video_decoder(name, fast):
 def test_replayed_steps_give_the_frames_of_eager_ones(name, fast):
     model, z = video_decoder(name, fast)
     plain, graph = DecodeStream(model), DecodeStream(model, graph=True)
-    expected, found = ([stream.decode(part) for part in z.split([1, 3, 1, z.shape[2] - 5], 2)] for stream in (plain, graph))
+    expected, found = (
+        [stream.decode(part) for part in z.split([1, 3, 1, z.shape[2] - 5], 2)] for stream in (plain, graph)
+    )
     assert graph.captured is not None
-    for i, (theirs, ours) in enumerate(zip(expected, found, strict=True)):  # all at the end: a later replay must not touch earlier frames
+    for i, (theirs, ours) in enumerate(
+        zip(expected, found, strict=True)
+    ):  # all at the end: a later replay must not touch earlier frames
         assert torch.equal(ours, theirs), f"chunk {i}: {(ours - theirs).abs().max()}"
 
 
@@ -83,11 +87,15 @@ def test_image_decoder_as_one_graph():
 @torch.no_grad()
 def test_a_step_that_waits_for_the_card_cannot_be_captured():
     model, z = video_decoder("wan", True)
-    waits = model.decoder.register_forward_hook(lambda module, args, frames: frames * (frames.sum().item() * 0 + 1))
+    waits = model.decoder.register_forward_hook(
+        lambda module, args, frames: frames * (frames.sum().item() * 0 + 1)
+    )
     with pytest.raises(RuntimeError, match="could not be captured"):
         DecodeStream(model, graph=True).decode(z)
     waits.remove()
-    assert torch.equal(DecodeStream(model, graph=True).decode(z), DecodeStream(model).decode(z)), "the next capture is as good as any"
+    assert torch.equal(DecodeStream(model, graph=True).decode(z), DecodeStream(model).decode(z)), (
+        "the next capture is as good as any"
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -10,7 +10,12 @@ from turnout.parallel import Lockstep
 
 pytestmark = pytest.mark.gpu
 
-LATENTS = {"wan": (1, 4, 4, 60, 104), "wan22": (1, 6, 3, 22, 40), "qwen-image-vae": (1, 4, 1, 60, 104), "flux-vae": (1, 4, 64, 64)}
+LATENTS = {
+    "wan": (1, 4, 4, 60, 104),
+    "wan22": (1, 6, 3, 22, 40),
+    "qwen-image-vae": (1, 4, 1, 60, 104),
+    "flux-vae": (1, 4, 64, 64),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -1,4 +1,6 @@
-"""On a real GPU: every route x every case against float64, and what only a GPU shows: streams, graphs, big tensors, memory."""
+"""On a real GPU: every route x every case against float64, and what only a GPU shows: streams, graphs, big
+tensors, memory.
+"""
 
 import functools
 import threading
@@ -8,7 +10,17 @@ import pytest
 import torch
 
 import turnout
-from tests.walk import contractions, copy, elsewhere, equal, gpu_routes, launching_routes, lets_pass, planned_routes, random_call
+from tests.walk import (
+    contractions,
+    copy,
+    elsewhere,
+    equal,
+    gpu_routes,
+    launching_routes,
+    lets_pass,
+    planned_routes,
+    random_call,
+)
 from turnout.measure.tune import measure, peak_mib
 from turnout.measure.verify import Trial, outputs
 from turnout.routing.device import Device
@@ -18,12 +30,16 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 CASES = [(op, case) for op in OPS.values() for case in op.cases()]
-cases = pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op.name}-{case}".replace(" ", "-") for op, case in CASES])
+cases = pytest.mark.parametrize(
+    ("op", "case"), CASES, ids=[f"{op.name}-{case}".replace(" ", "-") for op, case in CASES]
+)
 
 
 @cases
 def test_every_route_takes_every_case_right(op, case):
-    """In its first configuration; `tune` holds the others to the same before it times them, and nothing else takes them."""
+    """In its first configuration; `tune` holds the others to the same before it times them, and nothing else
+    takes them.
+    """
     args = op.arguments(*case.make(GPU, 1))
     trial = Trial(op, args)
     device, problem = Device.of(GPU), op.problem(*args)
@@ -34,7 +50,9 @@ def test_every_route_takes_every_case_right(op, case):
             run = route.prepared(args, config).call
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
             found, again = outputs(op, run, args), outputs(op, run, args)
-            assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), "not the same from run to run"
+            assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), (
+                "not the same from run to run"
+            )
 
 
 def test_the_fast_launch_is_active():
@@ -44,7 +62,9 @@ def test_the_fast_launch_is_active():
 
     assert support.fast_launch() is None
     x = torch.randn(1, 16, 128, 128, dtype=torch.bfloat16, device=GPU).to(memory_format=torch.channels_last)
-    weight = torch.randn(512, 16, 3, 3, dtype=torch.bfloat16, device=GPU).to(memory_format=torch.channels_last)
+    weight = torch.randn(512, 16, 3, 3, dtype=torch.bfloat16, device=GPU).to(
+        memory_format=torch.channels_last
+    )
     op, device = OPS["conv2d"], Device.of(GPU)
     route = op.routes["implicit-gemm-hopper" if device.capability == (9, 0) else "implicit-gemm"]
     args = op.arguments(x, weight, padding=1)
@@ -90,7 +110,11 @@ def test_nan_and_inf_pass_through(op, route):
         if taken > 2 and time.monotonic() > end:
             break
         args = random_call(op, seed, GPU)
-        if not args[0].is_floating_point() or not args[0].numel() or any(route.refuses(op.problem(*args), device)):
+        if (
+            not args[0].is_floating_point()
+            or not args[0].numel()
+            or any(route.refuses(op.problem(*args), device))
+        ):
             continue
         taken += 1
         config = route.configs(op.problem(*args), device)[0]
@@ -99,11 +123,17 @@ def test_nan_and_inf_pass_through(op, route):
 
 
 def usable_call(op, route):
-    """A floating-point call that the route takes, in layouts that a clone keeps; in others only where it takes no such."""
+    """A floating-point call that the route takes, in layouts that a clone keeps; in others only where it
+    takes no such.
+    """
     found = None
     for seed in range(4000):
         args = random_call(op, seed, GPU)
-        if not args[0].is_floating_point() or args[0].numel() <= 8 or any(route.refuses(op.problem(*args), Device.of(GPU))):
+        if (
+            not args[0].is_floating_point()
+            or args[0].numel() <= 8
+            or any(route.refuses(op.problem(*args), Device.of(GPU)))
+        ):
             continue
         if clones_keep(args):
             return args
@@ -137,7 +167,9 @@ def test_pinned_under_opcheck_compile_and_gradients(op, route):
         if clones_keep(args):  # it calls the op with clones
             torch.library.opcheck(op.opaque, args)
         torch.compiler.reset()
-        backend = "inductor" if route is launching_first(op) else "aot_eager"  # inductor: one route of each op, it takes long
+        backend = (
+            "inductor" if route is launching_first(op) else "aot_eager"
+        )  # inductor: one route of each op, it takes long
         compiled = torch.compile(lambda *a: op(*a), fullgraph=True, backend=backend)
         assert equal(op, compiled, args)
         if op.mutates:
@@ -192,12 +224,17 @@ def test_graph_capture_side_stream_and_threads(op, route):
 
 @contractions
 def test_unaligned_views(op):
-    """A view that starts at an odd element has no 16-byte alignment; kept kernels must not be taken for another alignment."""
+    """A view that starts at an odd element has no 16-byte alignment; kept kernels must not be taken for
+    another alignment.
+    """
     for seed in range(40):
         args = random_call(op, seed, GPU)
         if args[0].dtype is not torch.bfloat16:
             continue
-        shifted = tuple(torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) if isinstance(x, torch.Tensor) else x for x in args)
+        shifted = tuple(
+            torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) if isinstance(x, torch.Tensor) else x
+            for x in args
+        )
         for given in (args, shifted, args):
             assert equal(op, op, given)
 
@@ -223,9 +260,14 @@ def test_repeated_launches_take_what_is_new(name, dtype):
                 if listening:
                     hook.remove(heard.append)
                 torch.cuda.synchronize()
-                wanted = [torch.dot(a.to(torch.complex128), b.to(torch.complex128)) for a in vectors for b in vectors]
+                wanted = [
+                    torch.dot(a.to(torch.complex128), b.to(torch.complex128))
+                    for a in vectors
+                    for b in vectors
+                ]
                 assert all(
-                    torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype)) for x, y in zip(found, wanted, strict=True)
+                    torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype))
+                    for x, y in zip(found, wanted, strict=True)
                 )
     assert len(heard) == 2 * len(wanted)
 
@@ -246,7 +288,15 @@ def test_a_prepared_call_takes_what_is_new(op, route):
         if not prepared.is_direct:  # something is moved before the launch
             continue
         taken += 1
-        for listening, off in ((False, 0), (False, 0), (True, 0), (False, 0), (False, 1), (True, 1), (False, 0)):
+        for listening, off in (
+            (False, 0),
+            (False, 0),
+            (True, 0),
+            (False, 0),
+            (False, 1),
+            (True, 1),
+            (False, 0),
+        ):
             given = elsewhere(args, off)
             wanted = outputs(op, plain, given)
             if listening:
@@ -295,11 +345,15 @@ def test_sums_in_parts_at_the_same_time(dtype):
                     eager.append((turnout.dot(x, x), turnout.matmul(batches, batches.mT)))
         torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-    assert all(torch.equal(x, wanted[i % 4]) and torch.equal(y, wanted_batches) for i, (x, y) in enumerate(eager))
+    assert all(
+        torch.equal(x, wanted[i % 4]) and torch.equal(y, wanted_batches) for i, (x, y) in enumerate(eager)
+    )
 
 
 def test_room_for_parts_is_no_graphs():
-    """What is kept from call to call must not lie in memory that a graph takes back: torch.compile looks for that, and says so."""
+    """What is kept from call to call must not lie in memory that a graph takes back: torch.compile looks for
+    that, and says so.
+    """
     a, b = torch.randint(-3, 4, (2, 400_000), device=GPU).float()
     wanted = torch.dot(a.double(), b.double()).float()
     pool = torch.cuda.MemPool()
@@ -310,7 +364,12 @@ def test_room_for_parts_is_no_graphs():
         torch.cuda.synchronize()
         assert found == wanted
         del found
-        assert not [block for segment in pool.snapshot() for block in segment["blocks"] if block["state"] == "active_allocated"]
+        assert not [
+            block
+            for segment in pool.snapshot()
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        ]
         step = torch.compile(lambda x, y: turnout.dot(x, y) + 1, mode="reduce-overhead", fullgraph=True)
         for _ in range(4):
             torch.compiler.cudagraph_mark_step_begin()

@@ -1,4 +1,5 @@
-"""GPU routes in Triton's interpreter, on CPU tensors. Collected by test_interpret.py in a process of its own with TRITON_INTERPRET=1.
+"""GPU routes in Triton's interpreter, on CPU tensors. Collected by test_interpret.py in a process of its own
+with TRITON_INTERPRET=1.
 
 float32, float16 and complex64 only: the interpreter of Triton 3.6 and 3.7 is silently wrong for bfloat16.
 """
@@ -28,7 +29,9 @@ def suits(args):
 @triton_routes
 @pytest.mark.usefixtures("poison")
 def test_interpreted(op, route):
-    """Every configuration of random calls, and of each a variant with small tiles: several of them and a ragged end in a short call."""
+    """Every configuration of random calls, and of each a variant with small tiles: several of them and a
+    ragged end in a short call.
+    """
     seen, end = 0, time.monotonic() + SECONDS
     for args in calls(op, route, CPU, H200, 40):
         if not suits(args):
@@ -58,7 +61,7 @@ def test_nan_and_inf_pass_through(op, route):
 
 @triton_routes
 def test_outputs_are_tensors_of_their_own(op, route):
-    """What is returned may be written in place, also after a call that recorded nothing; it shares no memory."""
+    """Outputs share no memory and may be written in place, also those of a call without gradients."""
     seen = 0
     for args in calls(op, route, CPU, H200, 40):
         if not suits(args):
@@ -95,7 +98,10 @@ def test_in_place(op, route):
         apart = [*same[: names.index(into)], expected, *same[names.index(into) + 1 :]]
         apart[names.index(name)] = copy(x)
         op.reference(*apart)
-        small = {key: min(n, SMALL.get(key, n)) for key, n in next(iter(route.configs(op.problem(*same), H200))).items()}
+        small = {
+            key: min(n, SMALL.get(key, n))
+            for key, n in next(iter(route.configs(op.problem(*same), H200))).items()
+        }
         route.run(*same, **small)
         torch.testing.assert_close(x, expected, rtol=2e-3, atol=2e-3)
         seen += 1

@@ -1,7 +1,8 @@
-"""Run by test_direct.py in a process of its own: ordinary launches and direct ones, as a stand-in driver sees them.
+"""Run by test_direct.py in a process of its own: ordinary launches and direct ones, as a stand-in driver sees
+them.
 
-Prints a line for each kernel: its name, and "same" or how the two launches differ. Then a line for each prepared route:
-"prepared", its name, how many launches a call has, and the same.
+Prints a line for each kernel: its name, and "same" or how the two launches differ. Then a line for each
+prepared route: "prepared", its name, how many launches a call has, and the same.
 """
 
 import ctypes
@@ -146,7 +147,9 @@ class Watched:
 
         with operands.compiling(request.options) as known:
             named = {**request.constants, **launcher.compile_options(request.warps, known)}
-            compiled = request.kernel.warmup(*request.tensors, *request.numbers, **named, grid=(request.programs,))
+            compiled = request.kernel.warmup(
+                *request.tensors, *request.numbers, **named, grid=(request.programs,)
+            )
         expect(self.library, compiled)
         started = launcher._start_in_triton(request)
         self.noted.append(last(self.library))
@@ -227,7 +230,13 @@ def compare_prepared(watched, device):
             print("prepared", name, route, next(filter(None, results), "never"), flush=True)
     for name, route, call in convolutions():
         op = OPS[name]
-        print("prepared", name, route, watched.compare(op, op.routes[route], op.arguments(*call), device), flush=True)
+        print(
+            "prepared",
+            name,
+            route,
+            watched.compare(op, op.routes[route], op.arguments(*call), device),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Launching by address asks the driver for exactly what an ordinary launch does, with the Triton that is installed."""
+"""Launching by address asks the driver for exactly what an ordinary launch does, with the Triton that is
+installed.
+"""
 
 import os
 import subprocess
@@ -17,7 +19,9 @@ ROOT = HERE.parents[1]
 
 
 def test_fast_launch_is_active():
-    """A Triton whose launcher is not known costs every call 10 to 20 us: this fails before anybody pays for it."""
+    """A Triton whose launcher is not known costs every call 10 to 20 us: this fails before anybody pays for
+    it.
+    """
     assert versions.minor(versions.triton()) in support.COMPILED
     assert launcher_kind() is not None
     assert support.fast_launch() is None
@@ -49,10 +53,16 @@ def libcuda(tmp_path_factory):
 
 def test_direct_launches_are_ordinary_launches(libcuda, tmp_path):
     """Grid, block, shared memory, stream, attributes and every byte of every parameter."""
-    found = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "TRITON_CACHE_DIR": str(tmp_path)}
+    found = {
+        "TRITON_LIBCUDA_PATH": str(libcuda),
+        "LD_LIBRARY_PATH": str(libcuda),
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(HERE / "launched_directly.py")]
-    done = subprocess.run(command, env={**os.environ, **found, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, env={**os.environ, **found, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     first, *every = done.stdout.splitlines()
     lines = [line for line in every if not line.startswith("prepared")]

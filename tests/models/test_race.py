@@ -26,7 +26,16 @@ from turnout.cli import app
 from turnout.models.accelerate import Entry, Report
 from turnout.models.patch import patched
 from turnout.race import many, page, perfetto, pictures
-from turnout.race.kernels import KINDS, Kernel, Share, Trace, kind_of, launched_in, traced, without_profiler_lines
+from turnout.race.kernels import (
+    KINDS,
+    Kernel,
+    Share,
+    Trace,
+    kind_of,
+    launched_in,
+    traced,
+    without_profiler_lines,
+)
 from turnout.race.looks import LOOKS
 from turnout.race.models import RACERS
 from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Lane, Race, _Contestant, compare, race

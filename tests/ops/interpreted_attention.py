@@ -1,5 +1,6 @@
-"""Every configuration that the Triton kernels of attention can be launched with, and what the walkers do not ask. In Triton's interpreter,
-on CPU tensors, collected by tests/interpret. float16 only: it is silently wrong for bfloat16."""
+"""Every configuration that the Triton kernels of attention can be launched with, and what the walkers do not
+ask. In Triton's interpreter, on CPU tensors, collected by tests/interpret. float16 only: it is silently wrong
+for bfloat16."""
 
 import functools
 
@@ -20,7 +21,10 @@ pytestmark = [
 def call(rows, keys, dim, causal, lengths, masked, dtype=torch.float16):
     """Grouped heads, [B, S, H, D] in memory, the arguments of the reference."""
     generator = torch.Generator().manual_seed(rows + keys + dim)
-    q, k, v = (torch.randn(2, n, h, dim, generator=generator).to(dtype).transpose(1, 2) for n, h in ((rows, 2), (keys, 1), (keys, 1)))
+    q, k, v = (
+        torch.randn(2, n, h, dim, generator=generator).to(dtype).transpose(1, 2)
+        for n, h in ((rows, 2), (keys, 1), (keys, 1))
+    )
     mask = (torch.rand(2, 1, 1, keys, generator=generator) < 0.6) if masked else None
     ends = torch.tensor([[keys // 3, keys // 4], [0, 0]], dtype=torch.int32) if lengths else None
     return q, k, v, mask, causal, dim**-0.5, ends, []
@@ -41,23 +45,37 @@ def test_every_block(rows, keys):
     for causal, lengths, masked in ((False, False, False), (True, True, True)):
         for length in (rows + 5, 7):
             args = call(length, keys + 9, 24, causal, lengths, masked)
-            assert Trial(ATTENTION, args).complaint("close", run_with(rows, keys)) is None, (length, causal, lengths, masked)
+            assert Trial(ATTENTION, args).complaint("close", run_with(rows, keys)) is None, (
+                length,
+                causal,
+                lengths,
+                masked,
+            )
 
 
 @pytest.mark.parametrize("dim", [5, 16, 72, 257, 320, 512])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (19, 1)])
 def test_short_and_odd(dim, rows, keys):
-    assert Trial(ATTENTION, call(rows, keys, dim, False, False, False)).complaint("close", run_with(16, 32)) is None
+    assert (
+        Trial(ATTENTION, call(rows, keys, dim, False, False, False)).complaint("close", run_with(16, 32))
+        is None
+    )
 
 
-@pytest.mark.parametrize("lengths", [[[0, 0], [0, 0]], [[99, 0], [40, 99]], [[-3, 2], [5, -1]], [[20, 20], [0, 40]]])
+@pytest.mark.parametrize(
+    "lengths", [[[0, 0], [0, 0]], [[99, 0], [40, 99]], [[-3, 2], [5, -1]], [[20, 20], [0, 40]]]
+)
 def test_lengths_beyond_the_keys_stay_inside_them(lengths):
-    """On a GPU lengths are not read before every launch; whatever they hold, only k and v are read, and no key counts twice."""
+    """On a GPU lengths are not read before every launch; whatever they hold, only k and v are read, and no
+    key counts twice.
+    """
     q, k, v, *_ = call(5, 40, 16, False, False, False)
     given = torch.tensor(lengths, dtype=torch.int32)
     out = run_flash(q, k, v, None, False, 0.25, given, 16, 16, 4, 1)
     at = torch.arange(40)
-    expected = ATTENTION.reference(q, k, v, ((at < given[:, :1]) | (at >= 40 - given[:, 1:]))[:, None, None], False, 0.25, None, [])
+    expected = ATTENTION.reference(
+        q, k, v, ((at < given[:, :1]) | (at >= 40 - given[:, 1:]))[:, None, None], False, 0.25, None, []
+    )
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -77,7 +95,16 @@ def test_infinite_scores(causal, lengths, masked):
     q, k, v, mask, *_ = call(20, 18, 16, causal, False, masked)
     q[..., 1], k[..., 1] = torch.inf, -1.0
     k[:, :, 12:15, 1] = 1.0
-    args = (q, k, v, mask, causal, 0.25, None if lengths is None else torch.tensor(lengths, dtype=torch.int32), [])
+    args = (
+        q,
+        k,
+        v,
+        mask,
+        causal,
+        0.25,
+        None if lengths is None else torch.tensor(lengths, dtype=torch.int32),
+        [],
+    )
     at = torch.arange(18)
     sees = torch.ones(2, 1, 20, 18, dtype=torch.bool) if mask is None else mask.expand(2, 1, 20, 18)
     if lengths is not None:
@@ -92,11 +119,15 @@ def test_infinite_scores(causal, lengths, masked):
 def test_padding_is_not_read_into_the_result():
     q, k, v, *_ = call(5, 40, 16, False, False, False)
     k[:, :, 7:35], v[:, :, 7:35] = torch.nan, torch.nan
-    assert run_flash(q, k, v, None, False, 0.25, torch.tensor([[7, 5], [3, 2]]), 16, 16, 4, 1).isfinite().all()
+    assert (
+        run_flash(q, k, v, None, False, 0.25, torch.tensor([[7, 5], [3, 2]]), 16, 16, 4, 1).isfinite().all()
+    )
 
 
 @pytest.mark.parametrize(("step", "apart"), [(1, False), (16, False), (16, True), (64, True)])
-@pytest.mark.parametrize("lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [50, 0, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], []])
+@pytest.mark.parametrize(
+    "lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [50, 0, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], []]
+)
 def test_the_kernel_goes_on_where_another_stopped(lengths, step, apart, monkeypatch):
     """common-keys, with torch in the place of a vendor's kernel and of streams."""
 
@@ -116,7 +147,9 @@ def test_the_kernel_goes_on_where_another_stopped(lengths, step, apart, monkeypa
 
 
 def test_parts_are_joined():
-    """Softmax over all keys out of softmaxes over parts; a part that saw nothing, and rows of which no part did."""
+    """Softmax over all keys out of softmaxes over parts; a part that saw nothing, and rows of which no part
+    did.
+    """
     parts, maxima, sums = torch.randn(3, 6, 5, 320), torch.randn(3, 6, 5), torch.rand(3, 6, 5) + 1
     maxima[1, 2], sums[1, 2], parts[1, 2] = -torch.inf, 0.0, 0.0
     maxima[:, 3], sums[:, 3], parts[:, 3] = -torch.inf, 0.0, 0.0

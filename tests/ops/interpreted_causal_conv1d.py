@@ -1,5 +1,6 @@
-"""What the walkers do not ask of the GPU routes of causal_conv1d, its update and its backward: the activation, NaN, wrong ends. In Triton's
-interpreter, on CPU tensors, collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
+"""What the walkers do not ask of the GPU routes of causal_conv1d, its update and its backward: the
+activation, NaN, wrong ends. In Triton's interpreter, on CPU tensors, collected by tests/interpret. float32
+and float16 only: it is silently wrong for bfloat16."""
 
 import random
 
@@ -20,8 +21,15 @@ pytestmark = [
 ]
 
 NAMES = ("causal_conv1d", "causal_conv1d_update", "causal_conv1d_backward")
-PAIRS = [(OPS[name], route) for name in NAMES for route in OPS[name].routes.values() if not route.name.startswith("cpu")]
-routes = pytest.mark.parametrize(("op", "route"), PAIRS, ids=[f"{op.name}-{route.name}" for op, route in PAIRS])
+PAIRS = [
+    (OPS[name], route)
+    for name in NAMES
+    for route in OPS[name].routes.values()
+    if not route.name.startswith("cpu")
+]
+routes = pytest.mark.parametrize(
+    ("op", "route"), PAIRS, ids=[f"{op.name}-{route.name}" for op, route in PAIRS]
+)
 
 
 def taken_calls(op, route, first, count):
@@ -43,9 +51,14 @@ def with_silu(op, args, seed):
     names = list(op.signature.parameters)
 
     def normal(x):
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(torch.randn(x.shape, generator=generator))
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(
+            torch.randn(x.shape, generator=generator)
+        )
 
-    floats = [normal(x) if isinstance(x, torch.Tensor) and x.is_floating_point() and 0 not in x.stride() else x for x in args]
+    floats = [
+        normal(x) if isinstance(x, torch.Tensor) and x.is_floating_point() and 0 not in x.stride() else x
+        for x in args
+    ]
     floats[names.index("activation")] = "silu"
     return tuple(floats)
 
@@ -60,7 +73,9 @@ def test_silu_is_close(op, route):
     assert seen >= 2
 
 
-@pytest.mark.parametrize("route", [route for op, route in PAIRS if op.name == "causal_conv1d"], ids=lambda route: route.name)
+@pytest.mark.parametrize(
+    "route", [route for op, route in PAIRS if op.name == "causal_conv1d"], ids=lambda route: route.name
+)
 def test_nan_stays_in_its_own_sequence(route):
     last = route.name == "channel-last"
     x = torch.randn(1, 24, 8).transpose(1, 2) if last else torch.randn(1, 8, 24)
@@ -78,6 +93,8 @@ def test_wrong_ends_stay_inside_x():
     route = OPS["causal_conv1d"].routes["channel-first"]
     x, weight = torch.randn(1, 4, 16), torch.randn(4, 4)
     for ends in ([0, 7, 99], [5, 3, 40], [-4, 8, 16], [0, 16, 2]):
-        y, final = route.run(x, weight, None, None, None, torch.tensor(ends, dtype=torch.int32), torch.randn(2, 4, 3), True)
+        y, final = route.run(
+            x, weight, None, None, None, torch.tensor(ends, dtype=torch.int32), torch.randn(2, 4, 3), True
+        )
         assert y.isfinite().all()
         assert final.isfinite().all()

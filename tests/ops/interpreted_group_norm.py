@@ -1,6 +1,6 @@
-"""What the walkers do not ask of group norms at positions with gaps: a border that stays as it was, several parts and
-programs, means far from zero, groups of every kind. In Triton's interpreter, on CPU tensors, collected by
-tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
+"""What the walkers do not ask of group norms at positions with gaps: a border that stays as it was, several
+parts and programs, means far from zero, groups of every kind. In Triton's interpreter, on CPU tensors,
+collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
 
 import itertools
 
@@ -71,12 +71,21 @@ def test_far_from_zero(gapped):
 def test_an_x_that_is_expanded_or_permuted():
     picture = last(1, 8, 1, 4, 5)
     for x in (picture.expand(2, 8, 3, 4, 5), last(1, 8, 3, 4, 5)[:, :, ::2, :, 1:].transpose(2, 4)):
-        assert complaint("group_norm_silu", "gapped-rows", (x, 2, None, torch.randn(8), 1e-6, True), **SMALL) is None
+        assert (
+            complaint("group_norm_silu", "gapped-rows", (x, 2, None, torch.randn(8), 1e-6, True), **SMALL)
+            is None
+        )
 
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
 @pytest.mark.parametrize(
-    ("sizes", "padding"), [((2, 4, 3), (1, 1, 1, 1, 1, 0)), ((4, 5), (2, 0, 3, 1)), ((2, 3, 4), (0, 0, 0, 0, 1, 1)), ((7,), (3, 2))]
+    ("sizes", "padding"),
+    [
+        ((2, 4, 3), (1, 1, 1, 1, 1, 0)),
+        ((4, 5), (2, 0, 3, 1)),
+        ((2, 3, 4), (0, 0, 0, 0, 1, 1)),
+        ((7,), (3, 2)),
+    ],
 )
 def test_with_a_border(sizes, padding, mode):
     x = last(2, 6, *sizes)

@@ -1,5 +1,6 @@
-"""What the walkers do not ask of layer_norm_modulate's kernel: real row sizes, a mean far from zero, modulations with gaps.
-In Triton's interpreter, on CPU tensors, collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
+"""What the walkers do not ask of layer_norm_modulate's kernel: real row sizes, a mean far from zero,
+modulations with gaps. In Triton's interpreter, on CPU tensors, collected by tests/interpret. float32 and
+float16 only: it is silently wrong for bfloat16."""
 
 import pytest
 import torch
@@ -28,7 +29,9 @@ def test_tokens_of_3072_channels(tokens, wide):
     x, residual = torch.randn(2, 2, 3, 3072).half()
     shift, scale, gate = torch.randn(2, 1, 3, 3072, dtype=wide).unbind(2)
     tile = {"tokens": tokens, "channels": 1024, "warps": 4}
-    assert complaint("layer_norm_modulate", (x, residual, gate, None, None, scale, shift, 1e-6), **tile) is None
+    assert (
+        complaint("layer_norm_modulate", (x, residual, gate, None, None, scale, shift, 1e-6), **tile) is None
+    )
     assert complaint("gated_add", (x, residual, gate), **tile) is None
 
 
@@ -42,4 +45,7 @@ def test_channels_that_fill_no_tile():
 def test_far_from_zero():
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
     x = 1000 + torch.randn(1, 4, 160)
-    assert complaint("layer_norm_modulate", (x, None, None, None, None, None, None, 1e-6), tokens=4, channels=32) is None
+    assert (
+        complaint("layer_norm_modulate", (x, None, None, None, None, None, None, 1e-6), tokens=4, channels=32)
+        is None
+    )

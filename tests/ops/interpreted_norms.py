@@ -1,5 +1,6 @@
-"""What the walkers do not ask of the norms' GPU routes: real row sizes, a mean far from zero, several parts and blocks, buffers with gaps.
-In Triton's interpreter, on CPU tensors, collected by tests/interpret. float32 and float16 only: it is silently wrong for bfloat16."""
+"""What the walkers do not ask of the norms' GPU routes: real row sizes, a mean far from zero, several parts
+and blocks, buffers with gaps. In Triton's interpreter, on CPU tensors, collected by tests/interpret. float32
+and float16 only: it is silently wrong for bfloat16."""
 
 import pytest
 import torch
@@ -28,15 +29,40 @@ def complaint(name, route, args, **config):
 def test_norm_rope_heads_of_128(norm, pairing):
     q, k = torch.randn(1, 5, 6, 128).half(), torch.randn(1, 5, 3, 128).half()
     turns = torch.randn(5, 64)
-    weights = [None if norm == "none" else torch.randn(x.shape[2] * 128 if norm == "all" else 128).half() for x in (q, k)]
+    weights = [
+        None if norm == "none" else torch.randn(x.shape[2] * 128 if norm == "all" else 128).half()
+        for x in (q, k)
+    ]
     rest = (turns.cos(), turns.sin(), 1e-6, norm, 128, pairing, "bhsd", False)
     tile = {"tokens": 2, "heads": 2, "chunks": 3, "warps": 4}
-    assert complaint("norm_rope", "one-pass", (q, None, k, None, weights[0], None, weights[1], None, *rest), **tile) is None
+    assert (
+        complaint(
+            "norm_rope", "one-pass", (q, None, k, None, weights[0], None, weights[1], None, *rest), **tile
+        )
+        is None
+    )
 
 
 def test_rotation_alone_is_exact():
     q, turns = torch.randn(2, 5, 4, 12), torch.randn(5, 4)
-    args = (q, None, None, None, None, None, None, None, turns.cos(), turns.sin(), 0.0, "none", 8, "interleaved", "bhsd", False)
+    args = (
+        q,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        turns.cos(),
+        turns.sin(),
+        0.0,
+        "none",
+        8,
+        "interleaved",
+        "bhsd",
+        False,
+    )
     assert complaint("norm_rope", "rotate", args, tokens=4, heads=1, chunks=2) is None
 
 
@@ -52,9 +78,15 @@ def test_rows_of_several_tiles(channels):
 @pytest.mark.parametrize("route", ["rows", "planes"])
 def test_group_norm_far_from_zero(route):
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
-    x = (1000 + torch.randn(1, 8, 2, 5, 7)).contiguous(memory_format=LAST if route == "rows" else torch.contiguous_format)
+    x = (1000 + torch.randn(1, 8, 2, 5, 7)).contiguous(
+        memory_format=LAST if route == "rows" else torch.contiguous_format
+    )
     args = (x, 4, torch.randn(8), torch.randn(8), 1e-6, True)
-    tile = {"columns": 4, "rows": 4, "unroll": 2, "waves": 1} if route == "rows" else {"lanes": 16, "unroll": 2, "waves": 1}
+    tile = (
+        {"columns": 4, "rows": 4, "unroll": 2, "waves": 1}
+        if route == "rows"
+        else {"lanes": 16, "unroll": 2, "waves": 1}
+    )
     op = OPS["group_norm_silu"]
     found = op.routes[route].run(*args, **tile)
     assert relative_error(found, truth(op, args)[0]) < 3e-7
@@ -62,7 +94,9 @@ def test_group_norm_far_from_zero(route):
 
 @pytest.mark.parametrize("route", ["rows", "planes"])
 def test_group_norm_into_a_buffer_with_gaps(route):
-    x = torch.randn(2, 6, 2, 3, 5).contiguous(memory_format=LAST if route == "rows" else torch.contiguous_format)
+    x = torch.randn(2, 6, 2, 3, 5).contiguous(
+        memory_format=LAST if route == "rows" else torch.contiguous_format
+    )
     args = (x, 2, torch.randn(6), None, behind_cache(x), 1e-6, True)
     tile = {"columns": 4, "rows": 2, "unroll": 2} if route == "rows" else {"lanes": 8, "unroll": 2}
     assert complaint("group_norm_silu_into", route, args, **tile) is None

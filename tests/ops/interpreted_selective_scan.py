@@ -1,4 +1,7 @@
-"""selective_scan's kernel in Triton's interpreter, where its digits are easily lost. Collected by tests/interpret/test_interpret.py."""
+"""selective_scan's kernel in Triton's interpreter, where its digits are easily lost.
+
+Collected by tests/interpret/test_interpret.py.
+"""
 
 import functools
 
@@ -18,7 +21,9 @@ TRAINED = "steps and rates of a trained model"
 def test_small_steps_keep_their_digits(seed):
     """Small steps, held for all of the sequence: with a softplus by log(1 + exp) both of these fail."""
     op = OPS["selective_scan"]
-    args = op.arguments(*scan_case("long", TRAINED, 1, 16, 24, torch.float32, states=16, held=True).make(CPU, seed))
+    args = op.arguments(
+        *scan_case("long", TRAINED, 1, 16, 24, torch.float32, states=16, held=True).make(CPU, seed)
+    )
     run = functools.partial(op.routes["one-launch"].run, channels=16, steps=8, warps=1)
     assert Trial(op, args).complaint("close", run) is None
 
@@ -36,7 +41,13 @@ def test_strong_decay_forgets(steps):
     op = OPS["selective_scan"]
     x, one = torch.full((1, 4, 5), 1e-3), torch.ones(1, 1, 5)
     args = op.arguments(
-        x, torch.full((1, 4, 5), 30.0), -torch.ones(4, 1), one, one, initial_state=torch.full((1, 4, 1), 1e9), return_final_state=True
+        x,
+        torch.full((1, 4, 5), 30.0),
+        -torch.ones(4, 1),
+        one,
+        one,
+        initial_state=torch.full((1, 4, 1), 1e9),
+        return_final_state=True,
     )
     y, final = op.routes["one-launch"].run(*args, channels=4, steps=steps, warps=1)
     expected, last = op.reference(*args)

@@ -1,4 +1,6 @@
-"""attention on a CPU: what it means, its layouts, padding, masks, memory and gradients, and what would be chosen on other devices."""
+"""attention on a CPU: what it means, its layouts, padding, masks, memory and gradients, and what would be
+chosen on other devices.
+"""
 
 import pytest
 import torch
@@ -50,7 +52,9 @@ def test_equals_torch_to_the_bit_where_torch_has_the_same_call():
     q, k, v = tensors(keys=20)
     mask = torch.randn(2, 1, 9, 20)
     assert torch.equal(turnout.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
-    assert torch.equal(turnout.attention(q, k, v, mask=mask), F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    assert torch.equal(
+        turnout.attention(q, k, v, mask=mask), F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    )
 
 
 def test_lengths_in_every_form():
@@ -145,7 +149,12 @@ def test_the_output_is_dense_in_the_layout_of_q():
         q, k, v = tensors(inside=inside)
         wider = torch.cat([q, q], 3)[..., :16]
         for given in (q, wider):
-            for kwargs in ({}, {"causal": True}, {"kv_lengths": [5, 3]}, {"mask": torch.ones(9, 13, dtype=torch.bool).tril()}):
+            for kwargs in (
+                {},
+                {"causal": True},
+                {"kv_lengths": [5, 3]},
+                {"mask": torch.ones(9, 13, dtype=torch.bool).tril()},
+            ):
                 out = turnout.attention(given, k, v, **kwargs)
                 assert (out.transpose(1, 2) if given.stride(1) < given.stride(2) else out).is_contiguous()
     q, k, v = tensors(heads=1, kv_heads=1, inside=True)
@@ -164,7 +173,12 @@ def test_a_mask_over_keys_is_recognised():
     at = torch.arange(13)
     prefix = (at < torch.tensor([13, 4])[:, None])[:, None, None]
     two = ((at < 3) | (at >= 8))[None, None, None].expand(2, 4, 9, 13)
-    for mask, lengths in ((prefix, [13, 0, 4, 0]), (two, [3, 5, 3, 5]), ((at >= 13), [0, 0, 0, 0]), ((at >= 5), [0, 8, 0, 8])):
+    for mask, lengths in (
+        (prefix, [13, 0, 4, 0]),
+        (two, [3, 5, 3, 5]),
+        ((at >= 13), [0, 0, 0, 0]),
+        ((at >= 5), [0, 8, 0, 8]),
+    ):
         *_, given, _, _, _, known = ATTENTION.arguments(q, k, v, mask)
         assert (given, known) == (None, lengths)
         close(turnout.attention(q, k, v, mask=mask), by_hand(q, k, v, mask))
@@ -178,21 +192,33 @@ def test_a_mask_over_keys_is_recognised():
 def test_runs_of_lengths():
     assert padding.alike([7, 0, 7, 0, 3, 2]) == [(0, 2, 7, 0), (2, 1, 3, 2)]
     x = torch.arange(6.0).view(1, 1, 6, 1)
-    for head, tail, expected in ((6, 0, [0, 1, 2, 3, 4, 5]), (2, 0, [0, 1]), (0, 2, [4, 5]), (2, 1, [0, 1, 5])):
+    for head, tail, expected in (
+        (6, 0, [0, 1, 2, 3, 4, 5]),
+        (2, 0, [0, 1]),
+        (0, 2, [4, 5]),
+        (2, 1, [0, 1, 5]),
+    ):
         assert padding.counting(x, head, tail).flatten().tolist() == expected
     assert padding.counting(x, 2, 0).data_ptr() == x.data_ptr()
     assert padding.Common.of([9, 0, 12, 0, 9, 0, 10, 0, 9, 0], 12).some == (1, 3)
 
 
 @pytest.mark.parametrize("step", [1, 16, 64])
-@pytest.mark.parametrize("lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [10, 20, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], [0, 20, 0, 30]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[44, 0, 50, 0], [10, 20, 30, 20], [10, 20, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], [0, 20, 0, 30]],
+)
 def test_keys_in_common_and_the_rest_are_all_that_count(lengths, step):
     run = padding.Common.of(lengths, 50, step)
     common, rest = run.split(torch.arange(50.0).view(1, 1, 50, 1))
     assert run.size > 0
     assert run.size % step == 0 or run.size < step
     for i, (head, tail) in enumerate(zip(run.rest[::2], run.rest[1::2], strict=True)):
-        expected = padding.counting(torch.arange(50.0).view(1, 1, 50, 1), *lengths[2 * i : 2 * i + 2]).flatten().tolist()
+        expected = (
+            padding.counting(torch.arange(50.0).view(1, 1, 50, 1), *lengths[2 * i : 2 * i + 2])
+            .flatten()
+            .tolist()
+        )
         left = [] if head + tail == 0 else padding.counting(rest, head, tail).flatten().tolist()
         assert sorted(common.flatten().tolist() + left) == expected
 
@@ -217,7 +243,11 @@ def test_wrong_calls_say_what_they_need(kwargs, says):
 
 def test_wrong_shapes_say_what_they_need():
     q, k, v = tensors()
-    for args, says in (((q[0], k, v), r"batch, heads, length, dim"), ((q, k[:, :3], v[:, :3]), "multiple"), ((q, k, v[:, :, :5]), "agree")):
+    for args, says in (
+        ((q[0], k, v), r"batch, heads, length, dim"),
+        ((q, k[:, :3], v[:, :3]), "multiple"),
+        ((q, k, v[:, :, :5]), "agree"),
+    ):
         with pytest.raises(ValueError, match=says):
             turnout.attention(*args)
     with pytest.raises(ValueError, match="same floating-point dtype"):
@@ -228,7 +258,9 @@ def test_wrong_shapes_say_what_they_need():
 
 
 def largest_allocation(run):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as seen:
         run()
     return max(event.self_cpu_memory_usage for event in seen.events())
 
@@ -249,7 +281,9 @@ def test_backward_needs_no_scores_either():
     q, k, v = (x.requires_grad_() for x in tensors(1, 1, 1, 1500, 1500, 8))
     with turnout.pin(attention="narrow"):
         out = turnout.attention(q, k, v, kv_lengths=[700])
-        assert largest_allocation(lambda: out.sum().backward()) < 2**22  # a boolean mask is there, float32 scores would be 9 MB
+        assert (
+            largest_allocation(lambda: out.sum().backward()) < 2**22
+        )  # a boolean mask is there, float32 scores would be 9 MB
 
 
 # Gradients
@@ -282,8 +316,12 @@ def test_compiled_with_lengths_and_masks():
     q, k, v = tensors()
     compiled = torch.compile(turnout.attention, fullgraph=True, backend="aot_eager")
     lengths = torch.tensor([[3, 4], [13, 0]])
-    torch.testing.assert_close(compiled(q, k, v, kv_lengths=lengths), turnout.attention(q, k, v, kv_lengths=lengths))
-    torch.testing.assert_close(compiled(q, k, v, kv_lengths=[13, 2]), turnout.attention(q, k, v, kv_lengths=[13, 2]))
+    torch.testing.assert_close(
+        compiled(q, k, v, kv_lengths=lengths), turnout.attention(q, k, v, kv_lengths=lengths)
+    )
+    torch.testing.assert_close(
+        compiled(q, k, v, kv_lengths=[13, 2]), turnout.attention(q, k, v, kv_lengths=[13, 2])
+    )
     mask = (torch.arange(13) < 4)[None, None, None]
     torch.testing.assert_close(compiled(q, k, v, mask=mask), turnout.attention(q, k, v, mask=mask))
 
@@ -317,7 +355,9 @@ def test_the_choice_on_an_h200():
 
 
 def test_keys_that_do_not_come_out_even_on_an_h200():
-    """cuDNN is slower there, and common-keys takes calls without lengths; the host's time is too long for short ones."""
+    """cuDNN is slower there, and common-keys takes calls without lengths; the host's time is too long for
+    short ones.
+    """
     assert on_h200(1, 40, 32640, 128).refused["common-keys"]
     verdict = on_h200(1, 30, 32760, 128)
     assert "common-keys" not in verdict.refused
@@ -337,12 +377,17 @@ def test_where_nothing_was_measured_torch_is_left_to_choose(card):
         assert route not in verdict.refused
         (config,) = ATTENTION.routes[route].configs(key.problem, device)
         assert config["rows"] >= 32
-        assert routes.tile_bytes(key.problem, config["rows"], config["keys"], config["stages"]) <= device.shared
+        assert (
+            routes.tile_bytes(key.problem, config["rows"], config["keys"], config["stages"]) <= device.shared
+        )
 
 
 def test_keys_are_split_where_queries_are_few():
     def splits(heads, rows, keys):
-        q, k = torch.empty(1, heads, rows, 512, device="meta"), torch.empty(1, heads, keys, 512, device="meta")
+        q, k = (
+            torch.empty(1, heads, rows, 512, device="meta"),
+            torch.empty(1, heads, keys, 512, device="meta"),
+        )
         return routes.splits_of(ATTENTION.problem(q, k, k, None, False, 1.0, None, []), H200)
 
     assert splits(1, 4096, 4096) == 2

@@ -1,4 +1,6 @@
-"""attention on a real GPU: every configuration of the kernels, wide heads, padding that nobody reads twice, memory, big offsets."""
+"""attention on a real GPU: every configuration of the kernels, wide heads, padding that nobody reads twice,
+memory, big offsets.
+"""
 
 import functools
 import threading
@@ -22,7 +24,9 @@ def tensors(batch, heads, kv_heads, rows, keys, dim, dtype=torch.bfloat16, insid
     generator = torch.Generator(GPU).manual_seed(rows + keys + dim)
 
     def one(count, length):
-        x = torch.randn(batch, length, count, dim, dtype=dtype, device=GPU, generator=generator).transpose(1, 2)
+        x = torch.randn(batch, length, count, dim, dtype=dtype, device=GPU, generator=generator).transpose(
+            1, 2
+        )
         return x if inside else x.contiguous()
 
     return one(heads, rows), one(kv_heads, keys), one(kv_heads, keys)
@@ -84,20 +88,29 @@ def test_wide_heads_on_hopper(shape, causal, inside, splits):
 
 def refused_elsewhere(shape):
     problem = ATTENTION.problem(*ATTENTION.arguments(*tensors(*shape)))
-    return any("needs 9.0" in why for why in ATTENTION.routes["wide-head-hopper"].refuses(problem, Device.of(GPU)))
+    return any(
+        "needs 9.0" in why for why in ATTENTION.routes["wide-head-hopper"].refuses(problem, Device.of(GPU))
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("splits", [0, 1, 2])
 def test_infinite_scores(splits, causal):
-    """NaN for a query that sees a score of +inf, zero where all that it sees is -inf. 0 splits: the kernel in plain Triton."""
+    """NaN for a query that sees a score of +inf, zero where all that it sees is -inf.
+
+    0 splits: the kernel in plain Triton.
+    """
     shape = (1, 2, 1, 270, 300, 320)
     if splits and not hopper():
         assert refused_elsewhere(shape)
         return
     q, k, v = tensors(*shape)
     q[:, 1, ::2, 5], k[..., 5], k[:, :, 200, 5] = torch.inf, -1.0, 1.0
-    found = run_wide_hopper(q, k, v, causal, 0.05, splits) if splits else run_flash(q, k, v, None, causal, 0.05, None, 64, 32, 8, 1)
+    found = (
+        run_wide_hopper(q, k, v, causal, 0.05, splits)
+        if splits
+        else run_flash(q, k, v, None, causal, 0.05, None, 64, 32, 8, 1)
+    )
     infinite = torch.zeros(1, 2, 270, 1, dtype=torch.bool, device=GPU)
     infinite[:, 1, ::2] = True
     lost = infinite & (torch.arange(270, device=GPU) >= (200 if causal else 0))[:, None]
@@ -106,7 +119,10 @@ def test_infinite_scores(splits, causal):
 
 
 def test_a_view_that_starts_anywhere():
-    """TMA needs addresses that are multiples of 16 bytes. So does torch's own kernel, which raises, hence the comparison with a copy."""
+    """TMA needs addresses that are multiples of 16 bytes.
+
+    So does torch's own kernel, which raises, hence the comparison with a copy.
+    """
     q, k, v = tensors(1, 1, 1, 200, 300, 512)
     shifted = torch.cat([k.new_zeros(3), k.flatten()])[3:].view(k.shape)
     with turnout.pin(attention="wide-head-hopper" if hopper() else "wide-head"):
@@ -127,7 +143,9 @@ def test_lengths_are_read_once():
             torch.cuda.set_sync_debug_mode("default")
         torch.testing.assert_close(found, expected)
     lengths[0] = 50
-    torch.testing.assert_close(turnout.attention(q, k, v, kv_lengths=lengths), turnout.attention(q, k, v, kv_lengths=[50, 100]))
+    torch.testing.assert_close(
+        turnout.attention(q, k, v, kv_lengths=lengths), turnout.attention(q, k, v, kv_lengths=[50, 100])
+    )
 
 
 def test_lengths_that_only_the_device_knows():
@@ -136,7 +154,9 @@ def test_lengths_that_only_the_device_knows():
     lengths = torch.tensor([30, 100], device=GPU)
     padding._kept.clear()
     with turnout.pin(attention="flash-triton"):
-        ATTENTION(q, k, v, None, False, 0.125, torch.tensor([[30, 0], [100, 0]], device=GPU), [])  # compiled before the capture
+        ATTENTION(
+            q, k, v, None, False, 0.125, torch.tensor([[30, 0], [100, 0]], device=GPU), []
+        )  # compiled before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = turnout.attention(q, k, v, kv_lengths=lengths)
@@ -148,7 +168,7 @@ def test_lengths_that_only_the_device_knows():
 
 @pytest.mark.parametrize("lengths", [[[20, 256], [64, 256]], [300, 320]])
 def test_two_streams_leave_nothing_behind(lengths):
-    """Elements on two streams: inputs freed and overwritten at once, padding full of NaN, a graph of it all."""
+    """Calls on two streams with inputs freed and overwritten at once, NaN in the padding, and a graph."""
     q, k, v = tensors(2, 4, 4, 300, 320, 128)
     args = ATTENTION.arguments(q, k, v, kv_lengths=lengths)
     route = ATTENTION.routes["common-keys"]
@@ -198,7 +218,10 @@ def test_keys_that_do_not_come_out_even(keys, inside):
     route, device = ATTENTION.routes["common-keys"], Device.of(GPU)
     assert not any(route.refuses(ATTENTION.problem(*args), device))
     for config in route.configs(ATTENTION.problem(*args), device):
-        assert Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **{**config, "step": 128})) is None
+        assert (
+            Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **{**config, "step": 128}))
+            is None
+        )
 
 
 def test_memory_is_the_output_and_a_constant():
@@ -218,7 +241,9 @@ def test_backward_of_a_wide_head_keeps_no_scores():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     turnout.attention(q, k, v).square().sum().backward()
-    assert (torch.cuda.max_memory_allocated() - before) / 2**20 < 400  # all scores would be 512 MiB in bfloat16
+    assert (
+        torch.cuda.max_memory_allocated() - before
+    ) / 2**20 < 400  # all scores would be 512 MiB in bfloat16
     for x, y in zip((q, k, v), theirs, strict=True):
         torch.testing.assert_close(x.grad, y.grad, rtol=3e-2, atol=3e-2)
 
@@ -232,5 +257,7 @@ def test_more_than_2_31_elements(name):
     k[:, :, -64:] = torch.randn(64, dim, dtype=torch.bfloat16, device=GPU)
     with turnout.pin(attention=name):
         found = turnout.attention(q, k, k, kv_lengths=[[0, 64]])
-    last = k[:, :, -64:].clone(memory_format=torch.contiguous_format)  # torch's kernels do not take a stride beyond 2^31
+    last = k[:, :, -64:].clone(
+        memory_format=torch.contiguous_format
+    )  # torch's kernels do not take a stride beyond 2^31
     torch.testing.assert_close(found, F.scaled_dot_product_attention(q, last, last), rtol=2e-2, atol=2e-2)

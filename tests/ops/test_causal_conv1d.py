@@ -1,4 +1,6 @@
-"""causal_conv1d, its update and its backward, on a CPU: against a plain loop in float64, which knows nothing of how they work."""
+"""causal_conv1d, its update and its backward, on a CPU: against a plain loop in float64, which knows nothing
+of how they work.
+"""
 
 import functools
 import itertools
@@ -22,8 +24,15 @@ from turnout.routing.device import Device
 CPU = Device.of("cpu")
 HALF = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("first", "last", "pitch", "slice", "any")
-CPU_ROUTES = [(op, route) for op in (CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE) for route in op.routes.values() if route.name.startswith("cpu")]
-cpu_routes = pytest.mark.parametrize(("op", "route"), CPU_ROUTES, ids=[f"{op.name}-{route.name}" for op, route in CPU_ROUTES])
+CPU_ROUTES = [
+    (op, route)
+    for op in (CAUSAL_CONV1D, CAUSAL_CONV1D_UPDATE)
+    for route in op.routes.values()
+    if route.name.startswith("cpu")
+]
+cpu_routes = pytest.mark.parametrize(
+    ("op", "route"), CPU_ROUTES, ids=[f"{op.name}-{route.name}" for op, route in CPU_ROUTES]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +60,21 @@ def plain_loop(x, weight, bias=None, silu=False, seq_idx=None, cu_seqlens=None, 
     x, weight = x.double(), weight.double()
     (batch, dim, length), width = x.shape, weight.shape[1]
     ends = None if cu_seqlens is None else cu_seqlens.tolist()
-    sequences = [(b, 0, length) for b in range(batch)] if ends is None else [(0, a, b) for a, b in itertools.pairwise(ends)]
-    y, final = torch.full_like(x, float("nan")), torch.zeros(len(sequences), dim, width - 1, dtype=torch.float64)
+    sequences = (
+        [(b, 0, length) for b in range(batch)]
+        if ends is None
+        else [(0, a, b) for a, b in itertools.pairwise(ends)]
+    )
+    y, final = (
+        torch.full_like(x, float("nan")),
+        torch.zeros(len(sequences), dim, width - 1, dtype=torch.float64),
+    )
     for n, (b, start, end) in enumerate(sequences):
-        line = {p - (width - 1): initial[n, :, p].double() for p in range(width - 1)} if initial is not None else {}
+        line = (
+            {p - (width - 1): initial[n, :, p].double() for p in range(width - 1)}
+            if initial is not None
+            else {}
+        )
         line |= {p: x[b, :, start + p] for p in range(end - start)}
 
         def mark(p, b=b):
@@ -77,7 +97,9 @@ def plain_loop(x, weight, bias=None, silu=False, seq_idx=None, cu_seqlens=None, 
 
 def close(found, expected, dtype):
     size = expected.norm()
-    return float((found.double() - expected).norm() / (size if size > 0 else 1)) <= 1.5 * torch.finfo(dtype).eps
+    return (
+        float((found.double() - expected).norm() / (size if size > 0 else 1)) <= 1.5 * torch.finfo(dtype).eps
+    )
 
 
 def packing_of(kind, batch, length):
@@ -93,7 +115,15 @@ def packing_of(kind, batch, length):
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_against_a_plain_loop(layout, dtype, packing):
-    sizes = ((1, 3, 5, False), (2, 8, 1, True), (3, 13, 2, True), (4, 16, 40, True), (4, 5, 33, False), (8, 9, 20, True), (11, 4, 30, True))
+    sizes = (
+        (1, 3, 5, False),
+        (2, 8, 1, True),
+        (3, 13, 2, True),
+        (4, 16, 40, True),
+        (4, 5, 33, False),
+        (8, 9, 20, True),
+        (11, 4, 30, True),
+    )
     for width, dim, length, states in sizes:
         batch = 1 if packing == "cu_seqlens" else 2
         packed = packing_of(packing, batch, length)
@@ -103,17 +133,31 @@ def test_against_a_plain_loop(layout, dtype, packing):
         initial = torch.randn(sequences, dim, width - 1).to(dtype) if states else None
         args = (x, weight, bias, "silu", packed.get("seq_idx"), packed.get("cu_seqlens"), initial, True)
         for name in ("reference", "cpu-rows", "cpu-cols"):
-            if name != "reference" and any(CAUSAL_CONV1D.routes[name].refuses(CAUSAL_CONV1D.problem(*args), CPU)):
+            if name != "reference" and any(
+                CAUSAL_CONV1D.routes[name].refuses(CAUSAL_CONV1D.problem(*args), CPU)
+            ):
                 continue
             with turnout.pin(causal_conv1d=name):
-                y, final = causal_conv1d(x, weight, bias, activation="silu", initial_states=initial, return_final_states=True, **packed)
+                y, final = causal_conv1d(
+                    x,
+                    weight,
+                    bias,
+                    activation="silu",
+                    initial_states=initial,
+                    return_final_states=True,
+                    **packed,
+                )
             true, left = plain_loop(x, weight, bias, True, initial=initial, **packed)
             assert close(y, true, dtype), (name, width, dim, length)
             assert torch.equal(final.double(), left), (name, width, dim, length)
             assert y.dtype == dtype
             assert (
                 y.stride()
-                == (torch.empty(batch, length, dim).mT if x.stride(1) == 1 and dim > 1 else torch.empty(batch, dim, length)).stride()
+                == (
+                    torch.empty(batch, length, dim).mT
+                    if x.stride(1) == 1 and dim > 1
+                    else torch.empty(batch, dim, length)
+                ).stride()
             )
 
 
@@ -123,8 +167,14 @@ def test_cpu_routes_are_exact_on_small_integers(op, route):
     for seed in range(150):
         args = op.arguments(*op.declared_cases.random_call(random.Random(seed), torch.device("cpu")))
         if not any(route.refuses(op.problem(*args), CPU)):
-            for found, expected in zip(outputs(op, route.run, args), outputs(op, op.reference, args), strict=True):
-                assert (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+            for found, expected in zip(
+                outputs(op, route.run, args), outputs(op, op.reference, args), strict=True
+            ):
+                assert (found.dtype, found.shape, found.stride()) == (
+                    expected.dtype,
+                    expected.shape,
+                    expected.stride(),
+                )
                 assert torch.equal(found, expected), op.problem(*args)
             seen += 1
     assert seen > 20
@@ -146,15 +196,36 @@ def test_cpu_routes_keep_their_promise_with_silu(layout, dtype):
 def test_silu_of_extreme_values():
     """Its polynomial must be right where exp overflows, and keep NaN and Inf."""
     values = torch.tensor(
-        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-30, -1e-30, 88.0, -88.0, 1e30, -1e30, -87.3, 127.0, -103.0]
+        [
+            float("nan"),
+            float("inf"),
+            -float("inf"),
+            0.0,
+            -0.0,
+            1e-30,
+            -1e-30,
+            88.0,
+            -88.0,
+            1e30,
+            -1e30,
+            -87.3,
+            127.0,
+            -103.0,
+        ]
     )
     values = torch.cat([values, torch.linspace(-86, 90, 4000)])
     for dtype in HALF:
         x = values.to(dtype)[None, None]
-        y, _ = CAUSAL_CONV1D.routes["cpu-rows"].run(x, torch.ones(1, 1), None, "silu", None, None, None, False)
+        y, _ = CAUSAL_CONV1D.routes["cpu-rows"].run(
+            x, torch.ones(1, 1), None, "silu", None, None, None, False
+        )
         true = torch.nn.functional.silu(x.double())
         assert torch.equal(y.isnan(), true.isnan())
-        inside = true.isfinite() & (true.abs() > torch.finfo(dtype).tiny * 16) & (true.abs() < torch.finfo(dtype).max)
+        inside = (
+            true.isfinite()
+            & (true.abs() > torch.finfo(dtype).tiny * 16)
+            & (true.abs() < torch.finfo(dtype).max)
+        )
         assert ((y.double() - true)[inside] / true[inside]).abs().max() < (
             3e-7 if dtype is torch.float32 else torch.finfo(dtype).eps / 2 + 3e-7
         )
@@ -184,7 +255,9 @@ def test_chunks_carry_their_state():
     whole = causal_conv1d(x, weight, bias, activation="silu")
     state, parts = None, []
     for part in x.split([1, 2, 30, 17], 2):
-        y, state = causal_conv1d(part, weight, bias, activation="silu", initial_states=state, return_final_states=True)
+        y, state = causal_conv1d(
+            part, weight, bias, activation="silu", initial_states=state, return_final_states=True
+        )
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 2), whole)
 
@@ -217,32 +290,80 @@ ONE, STEP = X[:1], X[..., 0]
 BAD = {
     "x of two dimensions": (lambda: causal_conv1d(X[0], W), r"x is \[4, 8\], it needs"),
     "weight of three dimensions": (lambda: causal_conv1d(X, W[:, None]), r"weight is \[4, 1, 3\], it needs"),
-    "weight of other channels": (lambda: causal_conv1d(X, W[:3]), r"weight is \[3, 3\], it needs .* 4 channels"),
+    "weight of other channels": (
+        lambda: causal_conv1d(X, W[:3]),
+        r"weight is \[3, 3\], it needs .* 4 channels",
+    ),
     "weight of no width": (lambda: causal_conv1d(X, W[:, :0]), "a width of at least 1"),
     "bias": (lambda: causal_conv1d(X, W, torch.randn(3)), r"bias is \[3\], it needs"),
     "integers": (lambda: causal_conv1d(X.int(), W), "x is int32, it needs a floating-point"),
     "activation": (lambda: causal_conv1d(X, W, activation="gelu"), "activation is 'gelu', it needs"),
-    "states of the wrong width": (lambda: causal_conv1d(X, W, initial_states=STATE[..., :1]), r"states is \[2, 4, 1\], .*\[2, 4, 2\]"),
-    "states of the wrong dtype": (lambda: causal_conv1d(X, W, initial_states=STATE.half()), "initial_states are float16, they need"),
-    "states elsewhere": (lambda: causal_conv1d(X, W, initial_states=STATE.to("meta")), "initial_states is on meta, it needs"),
+    "states of the wrong width": (
+        lambda: causal_conv1d(X, W, initial_states=STATE[..., :1]),
+        r"states is \[2, 4, 1\], .*\[2, 4, 2\]",
+    ),
+    "states of the wrong dtype": (
+        lambda: causal_conv1d(X, W, initial_states=STATE.half()),
+        "initial_states are float16, they need",
+    ),
+    "states elsewhere": (
+        lambda: causal_conv1d(X, W, initial_states=STATE.to("meta")),
+        "initial_states is on meta, it needs",
+    ),
     "weight elsewhere": (lambda: causal_conv1d(X, W.to("meta")), "weight is on meta, it needs"),
-    "seq_idx shape": (lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()), r"seq_idx is \[2, 7\], it needs .*\[2, 8\]"),
+    "seq_idx shape": (
+        lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()),
+        r"seq_idx is \[2, 7\], it needs .*\[2, 8\]",
+    ),
     "seq_idx dtype": (lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 8)), "seq_idx is float32, it needs"),
-    "two packings": (lambda: causal_conv1d(ONE, W, seq_idx=torch.zeros(1, 8).int(), cu_seqlens=torch.tensor([0, 8])), "give one of them"),
-    "ends before the length": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 7])), r"is \[0, 7\], it needs .* length 8"),
-    "ends after the length": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 3, 9])), "it needs to rise from 0"),
-    "ends that fall": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 5, 3, 8])), "it needs to rise from 0"),
-    "ends from one": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([1, 8])), "it needs to rise from 0"),
-    "packed batch": (lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])), "x has batch 2 .* need batch 1"),
-    "ends of two dimensions": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([[0, 8]])), r"cu_seqlens is \[1, 2\], it needs"),
+    "two packings": (
+        lambda: causal_conv1d(ONE, W, seq_idx=torch.zeros(1, 8).int(), cu_seqlens=torch.tensor([0, 8])),
+        "give one of them",
+    ),
+    "ends before the length": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 7])),
+        r"is \[0, 7\], it needs .* length 8",
+    ),
+    "ends after the length": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 3, 9])),
+        "it needs to rise from 0",
+    ),
+    "ends that fall": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 5, 3, 8])),
+        "it needs to rise from 0",
+    ),
+    "ends from one": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([1, 8])),
+        "it needs to rise from 0",
+    ),
+    "packed batch": (
+        lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])),
+        "x has batch 2 .* need batch 1",
+    ),
+    "ends of two dimensions": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([[0, 8]])),
+        r"cu_seqlens is \[1, 2\], it needs",
+    ),
     "update: x": (lambda: causal_conv1d_update(X[0, 0], STATE, W), r"x is \[8\], it needs"),
-    "update: short state": (lambda: causal_conv1d_update(STEP, STATE[..., :1], W), "state length of at least width - 1 = 2"),
+    "update: short state": (
+        lambda: causal_conv1d_update(STEP, STATE[..., :1], W),
+        "state length of at least width - 1 = 2",
+    ),
     "update: slots": (lambda: causal_conv1d_update(STEP, STATE[:1], W), "1 slots for a batch of 2"),
-    "update: indices": (lambda: causal_conv1d_update(STEP, STATE, W, conv_state_indices=torch.zeros(3).int()), "indices is int32"),
+    "update: indices": (
+        lambda: causal_conv1d_update(STEP, STATE, W, conv_state_indices=torch.zeros(3).int()),
+        "indices is int32",
+    ),
     "update: weight": (lambda: causal_conv1d_update(STEP, STATE, W[:2]), r"weight is \[2, 3\], it needs"),
-    "update: activation": (lambda: causal_conv1d_update(STEP, STATE, W, activation="relu"), "activation is 'relu'"),
-    "update: state elsewhere": (lambda: causal_conv1d_update(STEP, STATE.to("meta"), W), "conv_state is on meta"),
-}  # fmt: skip
+    "update: activation": (
+        lambda: causal_conv1d_update(STEP, STATE, W, activation="relu"),
+        "activation is 'relu'",
+    ),
+    "update: state elsewhere": (
+        lambda: causal_conv1d_update(STEP, STATE.to("meta"), W),
+        "conv_state is on meta",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", BAD)
@@ -267,7 +388,9 @@ def plain_steps(x, state, weight, bias, silu, lengths, slots):
         if lengths is None:
             past = [state[slot, :, size - (width - 1) + k] for k in range(width - 1)]
         else:
-            past = [state[slot, :, (int(lengths[b]) - (width - 1) + k) % size].clone() for k in range(width - 1)]
+            past = [
+                state[slot, :, (int(lengths[b]) - (width - 1) + k) % size].clone() for k in range(width - 1)
+            ]
         line = torch.stack([*past, *x[b].unbind(1)], 1)
         for i in range(length):
             total = bias.double() + (line[:, i : i + width] * weight).sum(1)
@@ -299,7 +422,9 @@ def test_update_against_a_plain_loop(name, ring, slots):
         lengths = torch.tensor([0, 4, 13]) if ring else None
         true, after = plain_steps(x, state, weight, bias, True, lengths, slots)
         with turnout.pin(causal_conv1d_update=name):
-            y = causal_conv1d_update(x, state, weight, bias, activation="silu", cache_seqlens=lengths, conv_state_indices=slots)
+            y = causal_conv1d_update(
+                x, state, weight, bias, activation="silu", cache_seqlens=lengths, conv_state_indices=slots
+            )
         assert y.shape == x.shape
         assert y.is_contiguous()
         assert close(y.reshape(true.shape), true, dtype)
@@ -317,7 +442,12 @@ def test_update_goes_on_where_the_convolution_ended():
 def test_a_slot_that_is_not_there():
     for name in ("reference", "cpu-channels"):
         with turnout.pin(causal_conv1d_update=name), pytest.raises(IndexError):
-            causal_conv1d_update(torch.randn(1, 2), torch.randn(2, 2, 3), torch.randn(2, 4), conv_state_indices=torch.tensor([2]))
+            causal_conv1d_update(
+                torch.randn(1, 2),
+                torch.randn(2, 2, 3),
+                torch.randn(2, 4),
+                conv_state_indices=torch.tensor([2]),
+            )
 
 
 # Gradients, torch.compile
@@ -329,7 +459,16 @@ def gradient_calls():
 
     marks, ends = torch.tensor([[0, 0, 1, 1, 1, -1]]), torch.tensor([0, 2, 2, 6])
     yield leaf(2, 3, 5), leaf(3, 4), leaf(3), "silu", None, None, None, False
-    yield leaf(2, 5, 3).transpose(1, 2).detach().requires_grad_(), leaf(3, 2), None, None, None, None, leaf(2, 3, 1), True
+    yield (
+        leaf(2, 5, 3).transpose(1, 2).detach().requires_grad_(),
+        leaf(3, 2),
+        None,
+        None,
+        None,
+        None,
+        leaf(2, 3, 1),
+        True,
+    )
     yield leaf(1, 2, 6), leaf(2, 3), leaf(2), "silu", marks, None, leaf(1, 2, 2), True
     yield leaf(1, 2, 6), leaf(2, 4), leaf(2), "silu", None, ends, leaf(3, 2, 3), True
     yield leaf(1, 2, 4), leaf(2, 1), leaf(2), "silu", None, None, leaf(1, 2, 0), False
@@ -341,7 +480,9 @@ def test_gradcheck(number):
 
     def first(*floats):
         given = iter(floats)
-        y, final = CAUSAL_CONV1D.opaque(*(next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in args))
+        y, final = CAUSAL_CONV1D.opaque(
+            *(next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in args)
+        )
         return (y, final) if args[-1] else y
 
     floats = tuple(x for x in args if isinstance(x, torch.Tensor) and x.requires_grad)
@@ -405,11 +546,14 @@ def test_opcheck_of_the_backward():
 
 
 def test_backward_is_the_vector_jacobian_product_of_the_forward():
-    """Of random calls in float64, with and without the activation; the formulas are written out, torch.func derives its own."""
+    """Of random calls in float64, with and without the activation; the formulas are written out, torch.func
+    derives its own.
+    """
     for seed in range(120):
         args = CAUSAL_CONV1D_BACKWARD.declared_cases.random_call(random.Random(seed), torch.device("cpu"))
         grad, grad_final, *call = (
-            torch.randn_like(t, dtype=torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t for t in args
+            torch.randn_like(t, dtype=torch.float64) if torch.is_tensor(t) and t.is_floating_point() else t
+            for t in args
         )
         call[3] = "silu" if seed % 2 else None
         places = [i for i, t in enumerate(call) if torch.is_tensor(t) and t.is_floating_point()]
@@ -418,8 +562,16 @@ def test_backward_is_the_vector_jacobian_product_of_the_forward():
             given = dict(zip(places, floats, strict=True))
             return CAUSAL_CONV1D.reference(*(given.get(i, t) for i, t in enumerate(call)))
 
-        expected = dict(zip(places, torch.func.vjp(forward, *(call[i] for i in places))[1]((grad, grad_final)), strict=True))
-        found = dict(zip((0, 1, 2, 6), CAUSAL_CONV1D_BACKWARD.reference(grad, grad_final, *call), strict=True))
+        expected = dict(
+            zip(
+                places,
+                torch.func.vjp(forward, *(call[i] for i in places))[1]((grad, grad_final)),
+                strict=True,
+            )
+        )
+        found = dict(
+            zip((0, 1, 2, 6), CAUSAL_CONV1D_BACKWARD.reference(grad, grad_final, *call), strict=True)
+        )
         for i in (0, 1, 2, 6):
             torch.testing.assert_close(found[i], expected[i]) if i in expected else None
             assert i in expected or found[i].numel() == 0
@@ -428,29 +580,49 @@ def test_backward_is_the_vector_jacobian_product_of_the_forward():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(dynamic):
     torch.compiler.reset()
-    run = torch.compile(lambda *a, **k: causal_conv1d(*a, **k), fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    step = torch.compile(lambda *a, **k: causal_conv1d_update(*a, **k), fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    run = torch.compile(
+        lambda *a, **k: causal_conv1d(*a, **k), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
+    step = torch.compile(
+        lambda *a, **k: causal_conv1d_update(*a, **k), fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
     weight, bias = torch.randn(6, 4), torch.randn(6)
     for length in (16, 24):
         x = torch.randn(1, 6, length)
-        for options in ({"activation": "silu"}, {"cu_seqlens": torch.tensor([0, 5, length]), "return_final_states": True}):
-            torch.testing.assert_close(run(x, weight, bias, **options), causal_conv1d(x, weight, bias, **options))
+        for options in (
+            {"activation": "silu"},
+            {"cu_seqlens": torch.tensor([0, 5, length]), "return_final_states": True},
+        ):
+            torch.testing.assert_close(
+                run(x, weight, bias, **options), causal_conv1d(x, weight, bias, **options)
+            )
         states = [torch.ones(1, 6, 4), torch.ones(1, 6, 4)]
-        torch.testing.assert_close(step(x[..., 0], states[0], weight, bias), causal_conv1d_update(x[..., 0], states[1], weight, bias))
+        torch.testing.assert_close(
+            step(x[..., 0], states[0], weight, bias), causal_conv1d_update(x[..., 0], states[1], weight, bias)
+        )
         assert torch.equal(*states)
 
 
 def test_explain_says_what_a_card_could_do():
     x = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(4096, 4, dtype=torch.bfloat16, device="meta")
-    for given, taken in ((x, {"channel-first", "strided"}), (x.mT, {"channel-last", "strided"}), (x[..., ::2], {"strided"})):
+    for given, taken in (
+        (x, {"channel-first", "strided"}),
+        (x.mT, {"channel-last", "strided"}),
+        (x[..., ::2], {"strided"}),
+    ):
         found = turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200")
         assert found.chosen in taken
         assert set(found.microseconds) - set(found.refused) - {"reference"} == taken
         for name in taken:
             with turnout.pin(causal_conv1d=name):
-                assert turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200").chosen == name
-    step = turnout.explain("causal_conv1d_update", x[:, :, 0], x[..., :4], weight, activation="silu", device="h200")
+                assert (
+                    turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200").chosen
+                    == name
+                )
+    step = turnout.explain(
+        "causal_conv1d_update", x[:, :, 0], x[..., :4], weight, activation="silu", device="h200"
+    )
     assert step.chosen == "one-launch"
 
 
@@ -459,7 +631,8 @@ def test_explain_says_what_a_card_could_do():
 
 def test_imports_neither_triton_nor_numba():
     code = (
-        "import sys, turnout.ops.causal_conv1d.routes, turnout.ops.causal_conv1d_update.routes, turnout.compat.causal_conv1d;"
+        "import sys, turnout.ops.causal_conv1d.routes, turnout.ops.causal_conv1d_update.routes;"
+        "import turnout.compat.causal_conv1d;"
         "import turnout.ops.causal_conv1d_backward.routes; assert not {'triton', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -468,12 +641,18 @@ def test_imports_neither_triton_nor_numba():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("silu", [False, True])
 def test_lengths_around_whole_vectors_on_a_cpu(dtype, silu):
-    """What is left over behind the last whole vector is done again with what is before it, or one by one where nothing is."""
+    """What is left over behind the last whole vector is done again with what is before it, or one by one
+    where nothing is.
+    """
     for length in (1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 1023, 1025, 1043):
         x, weight, state = (torch.randn(shape).to(dtype) for shape in ((2, 3, length), (3, 4), (2, 3, 3)))
         call = {"activation": "silu" if silu else None, "initial_states": state}
         with turnout.pin(causal_conv1d="cpu-rows"):
             found = turnout.causal_conv1d(x, weight, **call)
         with turnout.pin(causal_conv1d="reference"):
-            expected = turnout.causal_conv1d(x.double(), weight.double(), **call | {"initial_states": state.double()})
-        torch.testing.assert_close(found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+            expected = turnout.causal_conv1d(
+                x.double(), weight.double(), **call | {"initial_states": state.double()}
+            )
+        torch.testing.assert_close(
+            found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+        )

@@ -43,21 +43,36 @@ FILTERS = [
 
 
 @layouts
-@pytest.mark.parametrize(("width", "dim", "dtype"), FILTERS, ids=[f"{w}-{d}-{str(t)[6:]}" for w, d, t in FILTERS])
+@pytest.mark.parametrize(
+    ("width", "dim", "dtype"), FILTERS, ids=[f"{w}-{d}-{str(t)[6:]}" for w, d, t in FILTERS]
+)
 def test_close_to_float64(layout, width, dim, dtype):
-    for length, wider, packing in ((1, 0, None), (1001, 8, None), (2048, 24, "seq_idx"), (777, 3, "cu_seqlens")):
+    for length, wider, packing in (
+        (1, 0, None),
+        (1001, 8, None),
+        (2048, 24, "seq_idx"),
+        (777, 3, "cu_seqlens"),
+    ):
         batch = 1 if packing == "cu_seqlens" else 2
         x = make(batch, dim, length, layout, dtype, wider)
         weight, bias = filters(dim, width, torch.float32)
-        marks = torch.randint(-1, 6, (batch, length), device=CUDA).sort(1)[0] if packing == "seq_idx" else None
+        marks = (
+            torch.randint(-1, 6, (batch, length), device=CUDA).sort(1)[0] if packing == "seq_idx" else None
+        )
         ends = torch.tensor([0, 1, 2, 400, length], device=CUDA) if packing == "cu_seqlens" else None
-        initial = torch.randn(4 if packing == "cu_seqlens" else batch, dim, width - 1, device=CUDA, dtype=dtype)
+        initial = torch.randn(
+            4 if packing == "cu_seqlens" else batch, dim, width - 1, device=CUDA, dtype=dtype
+        )
         args = (x, weight, bias, "silu", marks, ends, initial, True)
         trial = Trial(CAUSAL_CONV1D, args)
         for name in (layout, "strided"):
             route = CAUSAL_CONV1D.routes[name]
             for config in route.configs(CAUSAL_CONV1D.problem(*args), turnout.routing.device.Device.of(CUDA)):
-                assert trial.complaint("close", lambda *a, r=route, c=config: r.run(*a, **c)) is None, (name, config, length)
+                assert trial.complaint("close", lambda *a, r=route, c=config: r.run(*a, **c)) is None, (
+                    name,
+                    config,
+                    length,
+                )
 
 
 def test_an_address_that_is_not_a_multiple_of_16_bytes():
@@ -81,7 +96,9 @@ def test_more_than_two_to_the_31_elements(layout):
         assert y.stride() == x.stride()
         for part in (slice(0, 64), slice(-64, None)):
             end = x[-1:, :, part].clone()
-            inside = causal_conv1d(end.double(), weight.double(), bias.double(), activation="silu")[..., 3 if part.start else 0 :]
+            inside = causal_conv1d(end.double(), weight.double(), bias.double(), activation="silu")[
+                ..., 3 if part.start else 0 :
+            ]
             found = y[-1:, :, part][..., 3 if part.start else 0 :]
             torch.testing.assert_close(found.double(), inside, rtol=2e-2, atol=2e-2)
         assert torch.equal(final[-1], x[-1, :, -3:])
@@ -96,7 +113,10 @@ def test_seventy_thousand_channels(layout, dtype):
     args = (x, weight, bias, "silu", None, None, None, True)
     assert Trial(CAUSAL_CONV1D, args).complaint("close", CAUSAL_CONV1D.routes[layout].run) is None
     args = (x[..., 0], torch.randn(1, 70000, 4, device=CUDA, dtype=dtype), weight, bias, "silu", None, None)
-    assert Trial(CAUSAL_CONV1D_UPDATE, args).complaint("close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run) is None
+    assert (
+        Trial(CAUSAL_CONV1D_UPDATE, args).complaint("close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run)
+        is None
+    )
 
 
 @layouts
@@ -151,7 +171,9 @@ def test_gradients_against_float64(layout, dtype, packing):
     grad, final = torch.randn_like(x), torch.randn_like(initial)
     args = (grad, final, x, weight, bias, "silu", marks, ends, initial, True)
     route = CAUSAL_CONV1D_BACKWARD.routes[layout]
-    for config in route.configs(CAUSAL_CONV1D_BACKWARD.problem(*args), turnout.routing.device.Device.of(CUDA)):
+    for config in route.configs(
+        CAUSAL_CONV1D_BACKWARD.problem(*args), turnout.routing.device.Device.of(CUDA)
+    ):
         run = lambda *a, c=config: route.run(*a, **c)  # noqa: E731
         assert Trial(CAUSAL_CONV1D_BACKWARD, args).complaint("close", run) is None, config
         for a, b in zip(run(*args), run(*args), strict=True):
@@ -182,7 +204,12 @@ def test_update_step_by_step(dtype):
             lengths = torch.tensor([0, 1, 5, 8, 100], device=CUDA) if ring else None
             slots = torch.tensor([8, 0, -1, 3, 5], device=CUDA, dtype=torch.int32) if chosen else None
             args = (x, state if chosen else state[:5], weight, bias, "silu", lengths, slots)
-            assert Trial(CAUSAL_CONV1D_UPDATE, args).complaint("close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run) is None
+            assert (
+                Trial(CAUSAL_CONV1D_UPDATE, args).complaint(
+                    "close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run
+                )
+                is None
+            )
 
 
 def test_ends_are_checked_once_and_never_during_capture():

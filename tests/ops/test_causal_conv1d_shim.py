@@ -19,7 +19,9 @@ def test_shim_has_the_package_semantics():
     expected = causal_conv1d(x, weight, bias, activation="silu")
     assert torch.equal(shim.causal_conv1d_fn(x, weight, bias, None, None, False, None, "swish"), expected)
     room = torch.empty(2, 2, 4).transpose(1, 2)
-    y, final = shim.causal_conv1d_fn(x, weight, bias, return_final_states=True, final_states_out=room, activation="silu")
+    y, final = shim.causal_conv1d_fn(
+        x, weight, bias, return_final_states=True, final_states_out=room, activation="silu"
+    )
     assert torch.equal(y, expected)
     assert final is room
     assert torch.equal(room, x[..., -2:])
@@ -53,7 +55,10 @@ def test_output_and_final_states_are_written_in_place_as_the_package_allows(rout
         given = [t.clone().requires_grad_() for t in (x, weight, bias, before)]
         with turnout.pin(causal_conv1d=route):
             y, final = shim.causal_conv1d_fn(
-                *given[:3], initial_states=given[3].transpose(1, 2), return_final_states=True, activation="silu"
+                *given[:3],
+                initial_states=given[3].transpose(1, 2),
+                return_final_states=True,
+                activation="silu",
             )
         was = final.detach().clone()
         if in_place:

@@ -1,4 +1,6 @@
-"""conv2d and conv3d on a Device.of("cpu"): every route against float64, torch's semantics to the letter, strides, gradients, choices."""
+"""conv2d and conv3d on a Device.of("cpu"): every route against float64, torch's semantics to the letter,
+strides, gradients, choices.
+"""
 
 import functools
 import itertools
@@ -56,12 +58,25 @@ def keeps_promises(op, *args, least=("reference",), **kwargs):
 
 # shape, weight, what else, and the routes that must take it in float32
 CONV3D_CALLS = [
-    *(((1, 5, 11, 6, 7), (4, 5, depth, 3, 3), {"padding": (depth // 2, 1, 1)}, ["depth-taps"]) for depth in (2, 3, 5, 7, 9)),
+    *(
+        ((1, 5, 11, 6, 7), (4, 5, depth, 3, 3), {"padding": (depth // 2, 1, 1)}, ["depth-taps"])
+        for depth in (2, 3, 5, 7, 9)
+    ),
     ((1, 6, 4, 7, 7), (5, 6, 1, 3, 3), {"padding": (0, 1, 1)}, ["channels-last", "winograd"]),
     ((3, 6, 4, 5, 6), (7, 6, 3, 1, 1), {"padding": (1, 0, 0)}, ["depth-taps", "depth-chunks"]),
     ((2, 4, 7, 5, 5), (6, 4, 3, 3, 3), {"stride": (2, 1, 1), "padding": 1}, ["depth-taps", "depth-chunks"]),
-    ((2, 4, 8, 5, 5), (6, 4, 3, 3, 3), {"dilation": (2, 1, 1), "padding": (2, 1, 1)}, ["depth-taps", "depth-chunks", "winograd"]),
-    ((2, 4, 9, 6, 6), (6, 4, 3, 3, 3), {"stride": (3, 2, 1), "padding": (2, 1, 0), "dilation": (2, 1, 2)}, ["depth-taps", "depth-chunks"]),
+    (
+        (2, 4, 8, 5, 5),
+        (6, 4, 3, 3, 3),
+        {"dilation": (2, 1, 1), "padding": (2, 1, 1)},
+        ["depth-taps", "depth-chunks", "winograd"],
+    ),
+    (
+        (2, 4, 9, 6, 6),
+        (6, 4, 3, 3, 3),
+        {"stride": (3, 2, 1), "padding": (2, 1, 0), "dilation": (2, 1, 2)},
+        ["depth-taps", "depth-chunks"],
+    ),
     ((3, 8, 4, 5, 5), (8, 2, 3, 3, 3), {"groups": 4, "padding": 1}, ["depth-taps", "channels-last"]),
     ((1, 6, 4, 5, 5), (12, 1, 3, 3, 3), {"groups": 6, "padding": 1}, ["depth-taps", "channels-last"]),
     ((1, 3, 3, 6, 6), (1, 3, 3, 3, 3), {"padding": 1}, ["depth-taps", "winograd"]),
@@ -84,7 +99,9 @@ CONV2D_CALLS = [
 ]
 CALLS = [(CONV3D, *call) for call in CONV3D_CALLS] + [(CONV2D, *call) for call in CONV2D_CALLS]
 calls = pytest.mark.parametrize(
-    ("op", "shape", "weight", "given", "least"), CALLS, ids=[f"{op.name}-{s}-{w}-{g}".replace(" ", "") for op, s, w, g, _ in CALLS]
+    ("op", "shape", "weight", "given", "least"),
+    CALLS,
+    ids=[f"{op.name}-{s}-{w}-{g}".replace(" ", "") for op, s, w, g, _ in CALLS],
 )
 
 
@@ -92,14 +109,21 @@ calls = pytest.mark.parametrize(
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_every_route_in_float32(op, shape, weight, given, least, layout, bias):
-    keeps_promises(op, *made(shape, weight, layout=layout, bias=bias), **given, least=least if layout == "first" else [])
+    keeps_promises(
+        op, *made(shape, weight, layout=layout, bias=bias), **given, least=least if layout == "first" else []
+    )
 
 
 @calls
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_route_in_half_types(op, shape, weight, given, least, dtype):
     seen_everywhere = "padding" not in given or least
-    keeps_promises(op, *made(shape, weight, dtype), **given, least=["upcast"] if seen_everywhere and "pointwise" not in least else [])
+    keeps_promises(
+        op,
+        *made(shape, weight, dtype),
+        **given,
+        least=["upcast"] if seen_everywhere and "pointwise" not in least else [],
+    )
 
 
 LONG_SUMS = [
@@ -116,13 +140,22 @@ LONG_SUMS = [
 
 
 @pytest.mark.parametrize(
-    ("op", "shape", "weight", "least"), LONG_SUMS, ids=[f"{op.name}-{s}".replace(" ", "") for op, s, _, _ in LONG_SUMS]
+    ("op", "shape", "weight", "least"),
+    LONG_SUMS,
+    ids=[f"{op.name}-{s}".replace(" ", "") for op, s, _, _ in LONG_SUMS],
 )
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_long_sums_lose_no_more_digits_than_torchs(op, shape, weight, least, layout):
     """oneDNN loses more channels last than channels first; routes must know where torch would do which."""
-    here = [name for name in least if name != "one-dnn" or Device.of("cpu").has_avx512]  # which adds up loosely without, and refuses
-    keeps_promises(op, *made(shape, weight, layout=layout), padding=weight[-1] // 2, least=here if layout == "first" else [])
+    here = [
+        name for name in least if name != "one-dnn" or Device.of("cpu").has_avx512
+    ]  # which adds up loosely without, and refuses
+    keeps_promises(
+        op,
+        *made(shape, weight, layout=layout),
+        padding=weight[-1] // 2,
+        least=here if layout == "first" else [],
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -155,7 +188,12 @@ def views(shape):
     wider = torch.randn(n, c + 3, *(2 * size for size in rest))
     yield "sliced", wider[:, 1 : c + 1][(..., *(slice(1, size + 1) for size in rest))]
     yield "stepped", wider[:, :c][(..., *(slice(None, None, 2) for _ in rest))]
-    yield "sliced channels-last", wider.contiguous(memory_format=LAST[len(shape)])[:, 2 : c + 2][(..., *(slice(size) for size in rest))]
+    yield (
+        "sliced channels-last",
+        wider.contiguous(memory_format=LAST[len(shape)])[:, 2 : c + 2][
+            (..., *(slice(size) for size in rest))
+        ],
+    )
     yield "expanded batch", torch.randn(1, c, *rest).expand(shape)
     yield "expanded channels", torch.randn(n, 1, *rest).expand(shape)
     yield "permuted", torch.randn(*rest, c, n).permute(len(shape) - 1, len(shape) - 2, *range(len(rest)))
@@ -166,7 +204,14 @@ def test_layouts_that_are_not_dense(op):
     rest = (5, 6) if op is CONV2D else (3, 5, 6)
     for (_, x), kernel in itertools.product(views((2, 6, *rest)), (1, 3)):
         weight = torch.randn(4, 6, *[kernel] * len(rest)) / 8
-        keeps_promises(op, x, weight, torch.randn(4), padding=kernel // 2, least=["pointwise" if kernel == 1 else "channels-last"])
+        keeps_promises(
+            op,
+            x,
+            weight,
+            torch.randn(4),
+            padding=kernel // 2,
+            least=["pointwise" if kernel == 1 else "channels-last"],
+        )
 
 
 @pytest.mark.parametrize("op", [CONV2D, CONV3D], ids=["conv2d", "conv3d"])
@@ -204,7 +249,8 @@ def test_empty(op, shape):
 def test_padding_in_words(kernel, dilation, padding):
     x, weight = torch.randn(2, 3, 9, 9, 9), torch.randn(4, 3, kernel, 3, kernel)
     torch.testing.assert_close(
-        turnout.conv3d(x, weight, padding=padding, dilation=dilation), F.conv3d(x, weight, padding=padding, dilation=dilation)
+        turnout.conv3d(x, weight, padding=padding, dilation=dilation),
+        F.conv3d(x, weight, padding=padding, dilation=dilation),
     )
     torch.testing.assert_close(
         turnout.conv2d(x[:, :, 0], weight[:, :, 0], padding=padding, dilation=dilation),
@@ -214,11 +260,16 @@ def test_padding_in_words(kernel, dilation, padding):
 
 def test_unbatched_and_positional():
     x, weight, bias = torch.randn(3, 8, 8), torch.randn(4, 3, 3, 3), torch.randn(4)
-    torch.testing.assert_close(turnout.conv2d(x, weight, bias, 2, 1, 1, 1), F.conv2d(x, weight, bias, 2, 1, 1, 1))
+    torch.testing.assert_close(
+        turnout.conv2d(x, weight, bias, 2, 1, 1, 1), F.conv2d(x, weight, bias, 2, 1, 1, 1)
+    )
     torch.testing.assert_close(turnout.conv2d(x, weight, padding="same"), F.conv2d(x, weight, padding="same"))
     assert turnout.conv2d(x, weight).stride() == F.conv2d(x, weight).stride()
     clip, taps = torch.randn(3, 4, 8, 8), torch.randn(6, 1, 3, 3, 3)
-    torch.testing.assert_close(turnout.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3), F.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3))
+    torch.testing.assert_close(
+        turnout.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3),
+        F.conv3d(clip, taps, None, (1, 2, 1), [1], 1, 3),
+    )
     with_residual = turnout.conv2d(x, weight, bias, padding=1, residual=torch.ones(4, 8, 8))
     torch.testing.assert_close(with_residual, F.conv2d(x, weight, bias, padding=1) + 1)
 
@@ -267,9 +318,24 @@ def test_residual_on_every_route(layout):
         x, w, bias = made(shape, weight, layout=layout)
         padding = weight[-1] // 2
         like = TORCH[op.name](x, w, bias, padding=padding)
-        for residual in (torch.randn_like(like), torch.randn(like.shape), torch.randn(like.shape).transpose(-1, -2).contiguous().mT):
-            keeps_promises(op, x, w, bias, padding=padding, residual=residual, least=["channels-last"] if layout == "first" else [])
-        assert turnout.conv2d(torch.ones(1, 1, 3, 3), torch.ones(2, 1, 1, 1), residual=torch.ones(2, 1, 1)).sum() == 36  # broadcast
+        for residual in (
+            torch.randn_like(like),
+            torch.randn(like.shape),
+            torch.randn(like.shape).transpose(-1, -2).contiguous().mT,
+        ):
+            keeps_promises(
+                op,
+                x,
+                w,
+                bias,
+                padding=padding,
+                residual=residual,
+                least=["channels-last"] if layout == "first" else [],
+            )
+        assert (
+            turnout.conv2d(torch.ones(1, 1, 3, 3), torch.ones(2, 1, 1, 1), residual=torch.ones(2, 1, 1)).sum()
+            == 36
+        )  # broadcast
 
 
 def test_float32_settings_are_part_of_the_problem():
@@ -283,19 +349,23 @@ def test_float32_settings_are_part_of_the_problem():
             found.append((CONV2D.problem(*args).float32.conv, shared.float32_settings()))
         assert [kind for kind, _ in found] == ["tf32", "ieee"]
         assert found[0][1] != found[1][1]
-        assert CONV2D.problem(*args)._replace(float32=shared.Float32("", "")) == CONV2D.problem(*CONV2D.arguments(x, w))._replace(
-            float32=shared.Float32("", "")
-        )
+        assert CONV2D.problem(*args)._replace(float32=shared.Float32("", "")) == CONV2D.problem(
+            *CONV2D.arguments(x, w)
+        )._replace(float32=shared.Float32("", ""))
     finally:
         torch.backends.cudnn.conv.fp32_precision = before
     assert torch.backends.cudnn.allow_tf32 == flag
     assert CONV2D.problem(*CONV2D.arguments(x.half(), w.half())).float32 == shared.Float32("", "")
 
 
-@pytest.mark.parametrize("strides", [(128, 1, 32, 8), (128, 16, 4, 1), (999, 1, 100, 8), (8, 1, 8, 8), (128, 0, 4, 1)])
+@pytest.mark.parametrize(
+    "strides", [(128, 1, 32, 8), (128, 16, 4, 1), (999, 1, 100, 8), (8, 1, 8, 8), (128, 0, 4, 1)]
+)
 def test_channels_last_is_what_torch_takes_for_it(strides):
     x = torch.empty_strided((1, 8, 4, 4), strides)
-    assert shared.channels_last((1, 8, 4, 4), strides) == (torch._prims_common.suggest_memory_format(x) == torch.channels_last)
+    assert shared.channels_last((1, 8, 4, 4), strides) == (
+        torch._prims_common.suggest_memory_format(x) == torch.channels_last
+    )
 
 
 def test_dense_strides_are_those_of_a_fresh_tensor():
@@ -345,15 +415,22 @@ def test_second_gradients():
 def test_autocast():
     x, w, bias = made((1, 8, 6, 6), (4, 8, 3, 3))
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = turnout.conv2d(x, w, bias, residual=torch.ones(1, 4, 4, 4)), F.conv2d(x, w, bias) + torch.ones(1, 4, 4, 4).bfloat16()
+        ours, theirs = (
+            turnout.conv2d(x, w, bias, residual=torch.ones(1, 4, 4, 4)),
+            F.conv2d(x, w, bias) + torch.ones(1, 4, 4, 4).bfloat16(),
+        )
     assert ours.dtype is torch.bfloat16
     torch.testing.assert_close(ours, theirs)
 
 
 def test_vmap_and_meta():
     x, w = torch.randn(3, 1, 2, 6, 6), torch.randn(4, 2, 3, 3)
-    torch.testing.assert_close(torch.vmap(lambda one: turnout.conv2d(one, w))(x), torch.stack([F.conv2d(one, w) for one in x]))
-    assert turnout.conv3d(torch.empty(1, 2, 4, 4, 4, device="meta"), torch.empty(3, 2, 3, 3, 3, device="meta")).shape == (1, 3, 2, 2, 2)
+    torch.testing.assert_close(
+        torch.vmap(lambda one: turnout.conv2d(one, w))(x), torch.stack([F.conv2d(one, w) for one in x])
+    )
+    assert turnout.conv3d(
+        torch.empty(1, 2, 4, 4, 4, device="meta"), torch.empty(3, 2, 3, 3, 3, device="meta")
+    ).shape == (1, 3, 2, 2, 2)
 
 
 # Choices
@@ -361,11 +438,15 @@ def test_vmap_and_meta():
 
 def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
     device = Device.named(device) if isinstance(device, str) else device
-    place = "cpu" if device.type == "cpu" else "meta"  # torch's flags for float32 are those of the tensors' own device
+    place = (
+        "cpu" if device.type == "cpu" else "meta"
+    )  # torch's flags for float32 are those of the tensors' own device
     x, w = (torch.empty(s, dtype=dtype, device=place) for s in (shape, weight))
     if layout == "last":
         x, w = (t.contiguous(memory_format=LAST[t.dim()]) for t in (x, w))
-    return turnout.explain(op, x, w, torch.empty(weight[0], dtype=dtype, device=place), **given, device=device).chosen
+    return turnout.explain(
+        op, x, w, torch.empty(weight[0], dtype=dtype, device=place), **given, device=device
+    ).chosen
 
 
 @pytest.fixture
@@ -376,12 +457,21 @@ def no_tables(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("no_tables")
 def test_choices_on_a_card_that_is_not_here():
     assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), padding=1) == "implicit-gemm-hopper"
-    assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), layout="first", padding=1) == "implicit-gemm-hopper"
-    assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), torch.float32, padding=1) == "implicit-gemm-hopper"
+    assert (
+        on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), layout="first", padding=1)
+        == "implicit-gemm-hopper"
+    )
+    assert (
+        on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), torch.float32, padding=1)
+        == "implicit-gemm-hopper"
+    )
     assert on("h200", "conv2d", (1, 128, 1024, 1024), (3, 128, 3, 3), padding=1).startswith("narrow-out")
     assert on("h200", "conv2d", (1, 8, 8, 8), (8, 8, 3, 3), padding=1) == "reference"
     assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), padding=1) == "reference"
-    assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), layout="first", padding=1) in ("channels-last", "reference")
+    assert on("a100", "conv3d", (1, 512, 8, 64, 64), (512, 512, 3, 3, 3), layout="first", padding=1) in (
+        "channels-last",
+        "reference",
+    )
 
 
 def a_cpu(**facts):
@@ -394,10 +484,22 @@ def test_choices_on_a_cpu():
     cpu = a_cpu()
     assert on(cpu, "conv2d", (1, 8, 4, 4), (8, 8, 3, 3), torch.float32, "first") == "reference"
     for layout in ("first", "last"):
-        assert on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on(cpu, "conv3d", (1, 384, 2, 8, 12), (384, 384, 3, 3, 3), torch.float32, layout, padding=1) == "one-dnn"  # mostly weight
-        assert on(cpu, "conv2d", (1, 3, 256, 256), (96, 3, 3, 3), torch.float32, layout, padding=1) == "reference"
+        assert (
+            on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, layout, padding=1)
+            == "winograd"
+        )
+        assert (
+            on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1)
+            == "winograd"
+        )
+        assert (
+            on(cpu, "conv3d", (1, 384, 2, 8, 12), (384, 384, 3, 3, 3), torch.float32, layout, padding=1)
+            == "one-dnn"
+        )  # mostly weight
+        assert (
+            on(cpu, "conv2d", (1, 3, 256, 256), (96, 3, 3, 3), torch.float32, layout, padding=1)
+            == "reference"
+        )
     assert on(cpu, "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "first", padding=1) == "winograd"
     assert on(cpu, "conv2d", (1, 64, 64, 64), (64, 64, 3, 3), torch.float32, "last", padding=1) == "reference"
     assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
@@ -407,14 +509,26 @@ def test_choices_on_a_cpu():
 def test_a_half_type_with_instructions_goes_to_one_dnn(layout):
     """23.6 ms on two cores of an AMD Zen 4, 25.5 by Winograd's transform."""
     cpu = a_cpu(native_halves=frozenset([torch.bfloat16]))
-    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.bfloat16, layout, padding=1) == "reference"
+    assert (
+        on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.bfloat16, layout, padding=1)
+        == "reference"
+    )
 
 
 def test_choices_on_a_cpu_without_numba():
     cpu = a_cpu(lacks=frozenset(["numba"]))
-    assert on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in ("one-dnn", "depth-taps")
-    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1) == "depth-taps"
-    assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "last", padding=1) == "reference"
+    assert on(cpu, "conv3d", (1, 64, 4, 64, 64), (3, 64, 3, 3, 3), torch.float32, "first", padding=1) in (
+        "one-dnn",
+        "depth-taps",
+    )
+    assert (
+        on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "first", padding=1)
+        == "depth-taps"
+    )
+    assert (
+        on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, "last", padding=1)
+        == "reference"
+    )
     assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) in ("upcast", "reference")
 
 
@@ -422,10 +536,18 @@ def test_a_half_type_without_instructions_goes_through_float32():
     cpu = a_cpu()
     assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), padding=1) == "winograd"
     assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 3), padding=(1, 0, 1)) == "upcast"
-    x, weight = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 96, 4, 60, 104), (96, 96, 3, 3, 3)))
-    verdict = turnout.explain("conv3d", x, weight, padding=1, device=a_cpu(one_dnn=frozenset([torch.float32])))
+    x, weight = (
+        torch.empty(shape, dtype=torch.bfloat16) for shape in ((1, 96, 4, 60, 104), (96, 96, 3, 3, 3))
+    )
+    verdict = turnout.explain(
+        "conv3d", x, weight, padding=1, device=a_cpu(one_dnn=frozenset([torch.float32]))
+    )
     assert verdict.chosen == "winograd"
-    assert verdict.microseconds["reference"] > 100 * verdict.microseconds["upcast"] > 100 * verdict.microseconds["winograd"]
+    assert (
+        verdict.microseconds["reference"]
+        > 100 * verdict.microseconds["upcast"]
+        > 100 * verdict.microseconds["winograd"]
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -439,19 +561,39 @@ def test_a_bias_as_large_as_the_sums(layout):
 def test_one_dnn_without_avx512():
     """It adds up channels first in one go there, and is no slower than with channels last."""
     cpu = a_cpu(one_dnn=frozenset([torch.float32]))
-    small = turnout.explain("conv3d", torch.empty(1, 64, 4, 64, 64), torch.empty(3, 64, 3, 3, 3), padding=1, device=cpu)
+    small = turnout.explain(
+        "conv3d", torch.empty(1, 64, 4, 64, 64), torch.empty(3, 64, 3, 3, 3), padding=1, device=cpu
+    )
     assert any("sums of 1728 products" in reason for reason in small.refused["one-dnn"])
     assert small.chosen == "winograd"
     for layout in ("first", "last"):
-        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1) == "winograd"
-        assert on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 1, 1), torch.float32, layout, padding=(1, 0, 0)) == "reference"
+        assert (
+            on(cpu, "conv3d", (1, 96, 4, 60, 104), (96, 96, 3, 3, 3), torch.float32, layout, padding=1)
+            == "winograd"
+        )
+        assert (
+            on(
+                cpu,
+                "conv3d",
+                (1, 96, 4, 60, 104),
+                (96, 96, 3, 1, 1),
+                torch.float32,
+                layout,
+                padding=(1, 0, 0),
+            )
+            == "reference"
+        )
 
 
 @pytest.mark.parametrize(
-    ("op", "seed"), [(CONV3D, 49034), (OPS["causal_conv3d"], 75960), (CONV2D, 32974), (CONV2D, 72632), (CONV2D, 14548)]
+    ("op", "seed"),
+    [(CONV3D, 49034), (OPS["causal_conv3d"], 75960), (CONV2D, 32974), (CONV2D, 72632), (CONV2D, 14548)],
 )
 def test_groups_and_axes_of_one(op, seed):
-    """Random calls that once came out wrong, or in strides that are not torch's. Half a million others on a CPU did not."""
+    """Random calls that once came out wrong, or in strides that are not torch's.
+
+    Half a million others on a CPU did not.
+    """
     args = random_call(op, seed, torch.device("cpu"))
     for threads in (1, torch.get_num_threads()):
         before = torch.get_num_threads()
@@ -465,7 +607,10 @@ def test_groups_and_axes_of_one(op, seed):
 
 def test_outputs_that_see_nothing_are_left_to_torch():
     """oneDNN writes beside its memory where a dilated kernel steps over the only frame."""
-    x, weight = torch.empty(1, 8, 1, 7, 1, dtype=torch.bfloat16), torch.empty(5, 8, 2, 1, 1, dtype=torch.bfloat16)
+    x, weight = (
+        torch.empty(1, 8, 1, 7, 1, dtype=torch.bfloat16),
+        torch.empty(5, 8, 2, 1, 1, dtype=torch.bfloat16),
+    )
     found = turnout.explain("conv3d", x, weight, stride=(3, 1, 1), padding=(1, 0, 0), dilation=(2, 1, 1))
     assert found.chosen == "reference"
     assert any("see some input" in why for why in found.refused["channels-last"])

@@ -1,4 +1,6 @@
-"""causal_conv3d on a CPU: against conv3d over frames put together by hand, in chunks of all kinds, gradients through the cache."""
+"""causal_conv3d on a CPU: against conv3d over frames put together by hand, in chunks of all kinds, gradients
+through the cache.
+"""
 
 import random
 
@@ -12,7 +14,9 @@ from turnout.ops.causal_conv3d import CAUSAL_CONV3D, causal_conv3d
 
 MODES = ("zeros", "replicate")
 modes = pytest.mark.parametrize("mode", MODES)
-pinned = pytest.mark.parametrize("name", ["reference", "channels-last", "depth-taps"])  # exact on small integers
+pinned = pytest.mark.parametrize(
+    "name", ["reference", "channels-last", "depth-taps"]
+)  # exact on small integers
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,10 @@ def by_hand(x, weight, bias=None, cache=None, dilation=1, mode="zeros", **given)
     window = [first if i < 0 else frames[i] for i in range(start - before, len(frames))]
     given = {"padding": 0, "groups": 1, **given}
     found = [
-        sum(F.conv2d(window[o + k * dilation], weight[:, :, k], None, **given) for k in range(weight.shape[2])) for o in range(x.shape[2])
+        sum(
+            F.conv2d(window[o + k * dilation], weight[:, :, k], None, **given) for k in range(weight.shape[2])
+        )
+        for o in range(x.shape[2])
     ]
     y = torch.stack(found, 2)
     return y if bias is None else y + bias.view(-1, 1, 1, 1)
@@ -50,7 +57,9 @@ def test_against_frames_looked_up_one_by_one(mode, name, depth, dilation):
     for held in (None, 0, 1, before - 1, before, before + 2):
         cache = None if held is None else integers(2, 4, held, 5, 6)
         with turnout.pin(causal_conv3d=name):
-            y = causal_conv3d(x, weight, bias, cache=cache, dilation=(dilation, 1, 1), padding=1, groups=2, pad_mode=mode)
+            y = causal_conv3d(
+                x, weight, bias, cache=cache, dilation=(dilation, 1, 1), padding=1, groups=2, pad_mode=mode
+            )
         assert torch.equal(y, by_hand(x, weight, bias, cache, dilation, mode, padding=1, groups=2)), held
 
 
@@ -66,7 +75,13 @@ def test_any_split_into_chunks_gives_the_whole_clip(mode, name, layout):
         given = {"padding": 1, "dilation": (dilation, 1, 1), "pad_mode": mode}
         with turnout.pin(causal_conv3d=name):
             whole = causal_conv3d(clip, weight, bias, **given)
-            for sizes in ([1] * 9, [9], [1, 8], [4, 4, 1], *([draw.randint(1, 3) for _ in range(9)] for _ in range(4))):
+            for sizes in (
+                [1] * 9,
+                [9],
+                [1, 8],
+                [4, 4, 1],
+                *([draw.randint(1, 3) for _ in range(9)] for _ in range(4)),
+            ):
                 cache, parts, at = None, [], 0
                 while at < 9:
                     chunk = clip[:, :, at : at + sizes[len(parts)]]
@@ -100,7 +115,9 @@ def test_every_route_keeps_its_promise(dtype, layout, mode):
     for cache in (None, made(2, 8, 2, 6, 7), made(2, 8, 1, 6, 7), torch.randn(2, 8, 2, 6, 7).to(dtype)):
         keeps_promises(CAUSAL_CONV3D, x, weight, bias, cache, 1, 1, 1, 1, mode, least=least)
     residual = torch.randn(2, 5, 3, 6, 7).to(dtype)
-    keeps_promises(CAUSAL_CONV3D, x, weight, bias, made(2, 8, 2, 6, 7), 1, 1, 1, 1, mode, False, residual, least=least)
+    keeps_promises(
+        CAUSAL_CONV3D, x, weight, bias, made(2, 8, 2, 6, 7), 1, 1, 1, 1, mode, False, residual, least=least
+    )
 
 
 def test_the_next_cache_is_a_view_where_it_can_be():
@@ -134,7 +151,12 @@ def test_unbatched_and_mistakes():
 @pinned
 @pytest.mark.parametrize("held", [0, 1, 2, 3])
 def test_gradients_through_cache_and_padding(mode, name, held):
-    tensors = [torch.randn(1, 3, 3, 4, 4), torch.randn(2, 3, 3, 3, 3), torch.randn(2), torch.randn(1, 2, 3, 4, 4)]
+    tensors = [
+        torch.randn(1, 3, 3, 4, 4),
+        torch.randn(2, 3, 3, 3, 3),
+        torch.randn(2),
+        torch.randn(1, 2, 3, 4, 4),
+    ]
     tensors += [torch.randn(1, 3, held, 4, 4)] if held else []
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
     scale = torch.randn(1, 2, 3, 4, 4)
@@ -147,18 +169,26 @@ def test_gradients_through_cache_and_padding(mode, name, held):
 
     with turnout.pin(causal_conv3d=name):
         loss(routed, *ours).backward()
-    loss(lambda x, weight, bias, cache, residual: by_hand(x, weight, bias, cache, 1, mode, padding=1) + residual, *theirs).backward()
+    loss(
+        lambda x, weight, bias, cache, residual: (
+            by_hand(x, weight, bias, cache, 1, mode, padding=1) + residual
+        ),
+        *theirs,
+    ).backward()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
 def test_second_gradients():
     x, weight, cache = (
-        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 2, 3, 3), (1, 1, 3, 2, 2), (1, 1, 1, 3, 3))
+        torch.randn(*s, dtype=torch.float64, requires_grad=True)
+        for s in ((1, 1, 2, 3, 3), (1, 1, 3, 2, 2), (1, 1, 1, 3, 3))
     )
 
     def opaque(x, weight, cache):
-        return CAUSAL_CONV3D.opaque(x, weight, None, cache, [1, 1, 1], [1, 1], [1, 1, 1], 1, "replicate", None)
+        return CAUSAL_CONV3D.opaque(
+            x, weight, None, cache, [1, 1, 1], [1, 1], [1, 1, 1], 1, "replicate", None
+        )
 
     assert torch.autograd.gradcheck(opaque, (x, weight, cache))
     assert torch.autograd.gradgradcheck(opaque, (x, weight, cache))

@@ -1,4 +1,7 @@
-"""Convolutions on a real GPU: what no other layer shows. Tensors of more than 2^31 elements, memory, chunks through our own kernels."""
+"""Convolutions on a real GPU: what no other layer shows.
+
+Tensors of more than 2^31 elements, memory, chunks through our own kernels.
+"""
 
 import pytest
 import torch
@@ -15,13 +18,18 @@ OURS = ("implicit-gemm", "implicit-gemm-hopper", "narrow-out", "narrow-out-hoppe
 
 
 def integers(*shape, dtype=torch.bfloat16):
-    """Values whose sums are exact in bfloat16, channels last: of 27 x 96 products of them, six standard deviations are 208."""
+    """Values whose sums are exact in bfloat16, channels last: of 27 x 96 products of them, six standard
+    deviations are 208.
+    """
     return torch.randint(-1, 2, (shape[0], *shape[2:], shape[1]), device=GPU).to(dtype).movedim(-1, 1)
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_more_than_2_31_elements(name):
-    """81 frames of 480x832 with 96 channels: 3.1e9 elements. The last frames lie beyond what 32 bits can count."""
+    """81 frames of 480x832 with 96 channels: 3.1e9 elements.
+
+    The last frames lie beyond what 32 bits can count.
+    """
     out = 3 if name.startswith("narrow") else 16
     x = torch.zeros(1, 81, 480, 832, 96, dtype=torch.bfloat16, device=GPU).movedim(-1, 1)
     for frame in (0, 1, 79, 80):
@@ -35,7 +43,9 @@ def test_more_than_2_31_elements(name):
         y = turnout.conv3d(x, weight, bias, padding=1)
     for found, frames in ((y[:, :, :2], x[:, :, :3]), (y[:, :, -2:], x[:, :, -3:])):
         expected = F.conv3d(frames, weight, bias, padding=1)
-        assert torch.equal(found, expected[:, :, :2] if frames.data_ptr() == x.data_ptr() else expected[:, :, -2:])
+        assert torch.equal(
+            found, expected[:, :, :2] if frames.data_ptr() == x.data_ptr() else expected[:, :, -2:]
+        )
     assert torch.equal(y[:, :, 40], bias.view(1, -1, 1, 1).expand(1, out, 480, 832))
 
 
@@ -48,7 +58,9 @@ def test_chunks_give_the_whole_clip(name, mode):
         for sizes in ([1] * 7, [1, 2, 4], [4, 3]):
             cache, parts = None, []
             for chunk in clip.split(sizes, 2):
-                y, cache = turnout.causal_conv3d(chunk, weight, bias, cache=cache, padding=1, pad_mode=mode, return_cache=True)
+                y, cache = turnout.causal_conv3d(
+                    chunk, weight, bias, cache=cache, padding=1, pad_mode=mode, return_cache=True
+                )
                 parts.append(y)
             assert torch.equal(torch.cat(parts, 2), whole)
 
@@ -57,18 +69,24 @@ def test_chunks_give_the_whole_clip(name, mode):
 def test_calls_that_look_alike_at_other_addresses(filters):
     """What was worked out for a call serves others of its shapes, but TMA cannot begin anywhere."""
     weight, bias = integers(filters, 16, 3, 3), integers(filters, 1, 1)[:, 0, 0]
-    even, odd = (torch.randint(-1, 2, (2 * 20 * 36 * 16 + 1,), device=GPU).to(torch.bfloat16) for _ in range(2))
+    even, odd = (
+        torch.randint(-1, 2, (2 * 20 * 36 * 16 + 1,), device=GPU).to(torch.bfloat16) for _ in range(2)
+    )
     name = "narrow-out-hopper" if filters == 3 else "implicit-gemm-hopper"
     with turnout.pin(conv2d=name if Device.of(GPU).capability == (9, 0) else "implicit-gemm"):
         for held in (even[:-1], odd[1:], odd[:-1], even[1:]):
             x = held.view(2, 20, 36, 16).movedim(-1, 1)
-            assert torch.equal(turnout.conv2d(x, weight, bias, padding=1), F.conv2d(x, weight, bias, padding=1))
+            assert torch.equal(
+                turnout.conv2d(x, weight, bias, padding=1), F.conv2d(x, weight, bias, padding=1)
+            )
 
 
 def test_upsampled_at_other_addresses():
     weight, bias = integers(24, 16, 3, 3), integers(24, 1, 1)[:, 0, 0]
     memory = torch.randint(-1, 2, (2 * 20 * 36 * 16 + 1,), device=GPU).to(torch.bfloat16)
-    with turnout.pin(upsample_conv2d="implicit-gemm-hopper" if Device.of(GPU).capability == (9, 0) else "implicit-gemm"):
+    with turnout.pin(
+        upsample_conv2d="implicit-gemm-hopper" if Device.of(GPU).capability == (9, 0) else "implicit-gemm"
+    ):
         for held in (memory[:-1], memory[1:]):
             x = held.view(2, 20, 36, 16).movedim(-1, 1)
             expected = F.conv2d(F.interpolate(x, scale_factor=2), weight, bias, padding=1)

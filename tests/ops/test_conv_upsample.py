@@ -1,4 +1,4 @@
-"""upsample_conv2d on a CPU: phases against the convolution of the large image, for every scale and padding."""
+"""upsample_conv2d on a CPU: phases against the convolution of the upsampled image, at every scale."""
 
 import itertools
 
@@ -19,11 +19,15 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize(("scale", "kernel", "padding"), list(itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (0, 1, 2))))
+@pytest.mark.parametrize(
+    ("scale", "kernel", "padding"), list(itertools.product((1, 2, 3, 4), (1, 2, 3, 5), (0, 1, 2)))
+)
 def test_every_scale_kernel_and_padding(scale, kernel, padding):
     x, weight, bias = torch.randn(2, 3, 5, 6), torch.randn(4, 3, kernel, kernel) / kernel, torch.randn(4)
     keeps_promises(UPSAMPLE_CONV2D, x, weight, bias, scale, padding)
-    expected = F.conv2d(x.repeat_interleave(scale, 2).repeat_interleave(scale, 3), weight, bias, padding=padding)
+    expected = F.conv2d(
+        x.repeat_interleave(scale, 2).repeat_interleave(scale, 3), weight, bias, padding=padding
+    )
     torch.testing.assert_close(upsample_conv2d(x, weight, bias, scale=scale, padding=padding), expected)
 
 
@@ -33,7 +37,11 @@ def test_phases_are_close_though_their_weights_are_rounded(dtype, layout):
     x, weight = torch.randn(1, 64, 12, 10), torch.randn(32, 64, 3, 3) / 24
     x, weight = (t.to(dtype).contiguous(memory_format=layout) for t in (x, weight))
     keeps_promises(
-        UPSAMPLE_CONV2D, x, weight, torch.randn(32).to(dtype), least=["phases"] if dtype in Device.of("cpu").one_dnn else ["upcast"]
+        UPSAMPLE_CONV2D,
+        x,
+        weight,
+        torch.randn(32).to(dtype),
+        least=["phases"] if dtype in Device.of("cpu").one_dnn else ["upcast"],
     )
 
 
@@ -49,7 +57,9 @@ def test_weights_are_added_up_before_they_are_rounded(dtype):
     weight = torch.randn(3, 5, 3, 3).to(dtype)
     found = phase_weights(weight, [Axis.of(2, 3, 1)] * 2)
     wide = weight.double()
-    expected = wide[:, :, 1:, :2].sum((2, 3))  # phase (0, 1), second row, first column: rows 1 and 2, columns 0 and 1
+    expected = wide[:, :, 1:, :2].sum(
+        (2, 3)
+    )  # phase (0, 1), second row, first column: rows 1 and 2, columns 0 and 1
     assert torch.equal(found[0, 1, :, :, 1, 0], expected.to(dtype))
     assert torch.equal(found[1, 0, :, :, 1, 0], weight[:, :, 2, 0])
 
@@ -76,7 +86,9 @@ def test_nan_and_inf_stay_where_they_are():
 def test_unbatched_positions_and_mistakes():
     x, weight = torch.randn(3, 4, 4), torch.randn(2, 3, 3, 3)
     torch.testing.assert_close(upsample_conv2d(x, weight), upsample_conv2d(x[None], weight)[0])
-    torch.testing.assert_close(upsample_conv2d(x, weight, padding=(1, 0)), upsample_conv2d(x[None], weight, padding=[1, 0])[0])
+    torch.testing.assert_close(
+        upsample_conv2d(x, weight, padding=(1, 0)), upsample_conv2d(x[None], weight, padding=[1, 0])[0]
+    )
     for scale in (0, 1.5, -2):
         with pytest.raises(ValueError, match="it must be a whole number of at least 1"):
             upsample_conv2d(x, weight, scale=scale)
@@ -97,9 +109,13 @@ def test_gradients(name):
 
 
 def test_second_gradients():
-    x, weight = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 2, 3), (1, 1, 3, 3)))
+    x, weight = (
+        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((1, 1, 2, 3), (1, 1, 3, 3))
+    )
     assert torch.autograd.gradcheck(lambda x, w: UPSAMPLE_CONV2D.opaque(x, w, None, 2, [1, 1]), (x, weight))
-    assert torch.autograd.gradgradcheck(lambda x, w: UPSAMPLE_CONV2D.opaque(x, w, None, 2, [1, 1]), (x, weight))
+    assert torch.autograd.gradgradcheck(
+        lambda x, w: UPSAMPLE_CONV2D.opaque(x, w, None, 2, [1, 1]), (x, weight)
+    )
 
 
 def test_choice_on_a_card_that_is_not_here():
@@ -107,4 +123,7 @@ def test_choice_on_a_card_that_is_not_here():
         torch.empty(shape, dtype=torch.bfloat16, device="meta").contiguous(memory_format=torch.channels_last)
         for shape in ((1, 256, 512, 512), (256, 256, 3, 3))
     )
-    assert turnout.explain("upsample_conv2d", x, weight, device="h200").chosen in ("implicit-gemm-hopper", "phases")
+    assert turnout.explain("upsample_conv2d", x, weight, device="h200").chosen in (
+        "implicit-gemm-hopper",
+        "phases",
+    )

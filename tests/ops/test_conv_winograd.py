@@ -1,4 +1,4 @@
-"""Winograd's kernels on a CPU: any size, layout and type, positive numbers, threads, and what is not finite."""
+"""Winograd kernels on a CPU: sizes, layouts, dtypes, positive inputs, threads, NaN and Inf."""
 
 import itertools
 
@@ -17,7 +17,8 @@ def _seeded():
     torch.manual_seed(0)
 
 
-# shape, weight, padding: tiles cut off at the right and below, tails of vectors, single pixels, several blocks across, down and in depth
+# shape, weight, padding: tiles cut off at the right and below, tails of vectors, single pixels, several
+# blocks across, down and in depth
 WINOGRAD = [
     (CONV2D, (1, 16, 1, 1), (16, 16, 3, 3), (1, 1)),
     (CONV2D, (1, 3, 3, 3), (3, 3, 3, 3), (0, 0)),
@@ -33,7 +34,11 @@ WINOGRAD = [
 ]
 
 
-@pytest.mark.parametrize(("op", "shape", "weight", "padding"), WINOGRAD, ids=[f"{s}-{w}".replace(" ", "") for _, s, w, _ in WINOGRAD])
+@pytest.mark.parametrize(
+    ("op", "shape", "weight", "padding"),
+    WINOGRAD,
+    ids=[f"{s}-{w}".replace(" ", "") for _, s, w, _ in WINOGRAD],
+)
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
@@ -44,7 +49,9 @@ def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", ["first", "last"])
-@pytest.mark.parametrize("shape", [(1, 96, 4, 21, 30), (1, 3, 4, 40, 40), (1, 384, 2, 9, 12)], ids=["96", "3", "384"])
+@pytest.mark.parametrize(
+    "shape", [(1, 96, 4, 21, 30), (1, 3, 4, 40, 40), (1, 384, 2, 9, 12)], ids=["96", "3", "384"]
+)
 def test_winograd_of_positive_numbers(shape, layout):
     """Sums without signs lose digits in another way: torch adds up to five times as exactly."""
     x, w, bias = made(shape, (32, shape[1], 3, 3, 3), layout=layout)
@@ -55,7 +62,9 @@ def test_winograd_of_positive_numbers(shape, layout):
 
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_winograd_with_more_filters_than_fit(layout, monkeypatch):
-    monkeypatch.setattr("turnout.ops.convolution.cpu.winograd.MOST_FILTERS", 4 * 16 * 16 * 3 * 20 * 2)  # 32 of them
+    monkeypatch.setattr(
+        "turnout.ops.convolution.cpu.winograd.MOST_FILTERS", 4 * 16 * 16 * 3 * 20 * 2
+    )  # 32 of them
     args = CONV3D.arguments(*made((2, 20, 3, 9, 10), (70, 20, 3, 3, 3), layout=layout), padding=1)
     assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None
 
@@ -63,7 +72,11 @@ def test_winograd_with_more_filters_than_fit(layout, monkeypatch):
 def test_winograd_reads_any_strides():
     for (name, x), last in itertools.product(views((2, 6, 3, 5, 6)), (False, True)):
         weight = torch.randn(5, 6, 3, 3, 3) / 8
-        weight = weight.contiguous(memory_format=torch.channels_last_3d) if last else weight.transpose(3, 4).contiguous().transpose(3, 4)
+        weight = (
+            weight.contiguous(memory_format=torch.channels_last_3d)
+            if last
+            else weight.transpose(3, 4).contiguous().transpose(3, 4)
+        )
         args = CONV3D.arguments(x, weight, torch.randn(10)[::2], padding=1)
         assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None, name
 
@@ -92,7 +105,9 @@ def test_winograd_keeps_what_is_not_finite_where_it_belongs(odd, dtype, layout):
         assert torch.equal(kind(y), kind(true))
     finite = true.isfinite()
     assert y.stride() == true.stride()
-    torch.testing.assert_close(y[finite], true[finite], rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+    torch.testing.assert_close(
+        y[finite], true[finite], rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2
+    )
 
 
 def test_winograd_on_one_thread():

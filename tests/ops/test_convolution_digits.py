@@ -1,4 +1,6 @@
-"""Small convolutions in float32 on this CPU: no route loses more digits than torch, whichever way torch adds up here."""
+"""Small convolutions in float32 on this CPU: no route loses more digits than torch, whichever way torch adds
+up here.
+"""
 
 import functools
 import random
@@ -19,9 +21,15 @@ CALLS = 300
 
 
 def small_call(draw):
-    """An op and random arguments of it: few or many channels, one to five frames, with and without a batch, bias and cache."""
+    """An op and random arguments of it: few or many channels, one to five frames, with and without a batch,
+    bias and cache.
+    """
     op = draw.choice([CONV2D, CONV3D, CAUSAL_CONV3D, UPSAMPLE_CONV2D])
-    batch, channels, filters = draw.choice([1, 1, 2]), draw.choice([3, 16, 24, 32, 48, 64, 96, 192, 256, 384]), draw.choice([3, 8, 32, 96])
+    batch, channels, filters = (
+        draw.choice([1, 1, 2]),
+        draw.choice([3, 16, 24, 32, 48, 64, 96, 192, 256, 384]),
+        draw.choice([3, 8, 32, 96]),
+    )
     kernel, depth = draw.choice([1, 3, 3]), draw.choice([1, 3, 3, 5])
     size = [draw.randint(3, 20), draw.randint(3, 20)]
     clip = op in (CONV3D, CAUSAL_CONV3D)
@@ -29,21 +37,31 @@ def small_call(draw):
     weight = torch.randn(filters, channels, *([depth] if clip else []), kernel, kernel) / 8
     bias = draw.choice([None, torch.randn(filters)])
     if draw.random() < 0.5:
-        x, weight = (t.contiguous(memory_format=torch.channels_last_3d if clip else torch.channels_last) for t in (x, weight))
+        x, weight = (
+            t.contiguous(memory_format=torch.channels_last_3d if clip else torch.channels_last)
+            for t in (x, weight)
+        )
     if op is CAUSAL_CONV3D:
         cache = torch.randn(batch, channels, depth - 1, *size) if depth > 1 and draw.random() < 0.5 else None
         return op, op.arguments(x, weight, bias, cache=cache, padding=kernel // 2)
-    return op, op.arguments(x, weight, bias, padding=(depth // 2, kernel // 2, kernel // 2) if clip else kernel // 2)
+    return op, op.arguments(
+        x, weight, bias, padding=(depth // 2, kernel // 2, kernel // 2) if clip else kernel // 2
+    )
 
 
 def test_small_calls_lose_no_more_digits_than_torchs():
-    """A few may by luck: the bound is a multiple of an error that is itself a matter of luck. None may by much."""
+    """A few may by luck: the bound is a multiple of an error that is itself a matter of luck.
+
+    None may by much.
+    """
     torch.manual_seed(0)
     draw, cpu, over, worst, tried = random.Random(0), Device.of("cpu"), [], 0.0, 0
     for _ in range(CALLS):
         op, args = small_call(draw)
         problem, trial = op.problem(*args), Trial(op, args)
-        allowed = allowed_error(torch.stack([x[0] for x in trial.expected]), torch.stack([x[0] for x in trial.true]))
+        allowed = allowed_error(
+            torch.stack([x[0] for x in trial.expected]), torch.stack([x[0] for x in trial.true])
+        )
         for route in op.routes.values():
             if any(route.refuses(problem, cpu)):
                 continue
@@ -66,7 +84,11 @@ def test_where_torchs_own_loop_adds_carefully(carefully):
     def refused(channels, *kernel):
         x, weight = torch.empty(1, channels, 5, 8, 9), torch.empty(16, channels, *kernel)
         found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel], device=cpu).refused
-        return {name for name in ("one-dnn", "depth-taps") if any("adds more carefully" in why for why in found.get(name, ()))}
+        return {
+            name
+            for name in ("one-dnn", "depth-taps")
+            if any("adds more carefully" in why for why in found.get(name, ()))
+        }
 
     assert refused(8, 3, 3, 3) == refused(32, 3, 1, 1) == set()
     assert refused(32, 3, 3, 3) == ({"one-dnn"} if carefully else set())

@@ -21,18 +21,28 @@ def clip(*shape, dtype=torch.bfloat16, spare=0):
 @pytest.fixture
 def launches(monkeypatch):
     """What would be launched on an H200."""
-    monkeypatch.setattr(kernel_routes, "torch_format", lambda input, *rest: LAST[input.dim()])  # cuDNN's; a CPU's depends on its kernels
+    monkeypatch.setattr(
+        kernel_routes, "torch_format", lambda input, *rest: LAST[input.dim()]
+    )  # cuDNN's; a CPU's depends on its kernels
     with recorded(H200) as launches:
         yield launches
 
 
 def without_addresses(launch):
-    kinds = [x.dtype if isinstance(x, torch.Tensor) else x and (x.shape, x.strides, x.block_shape) for x in launch.tensors]
+    kinds = [
+        x.dtype if isinstance(x, torch.Tensor) else x and (x.shape, x.strides, x.block_shape)
+        for x in launch.tensors
+    ]
     return launch._replace(tensors=kinds, kernel=launch.kernel.fn.__name__)
 
 
 IMAGE, BIAS = clip(1, 64, 20, 30), torch.zeros(96, dtype=torch.bfloat16)
-FILM, TAPS, CACHE, RESIDUAL = clip(1, 64, 3, 20, 30), clip(96, 64, 3, 3, 3), clip(1, 64, 2, 20, 30), clip(1, 96, 3, 20, 30)
+FILM, TAPS, CACHE, RESIDUAL = (
+    clip(1, 64, 3, 20, 30),
+    clip(96, 64, 3, 3, 3),
+    clip(1, 64, 2, 20, 30),
+    clip(1, 96, 3, 20, 30),
+)
 CALLS = {
     "conv2d": ("conv2d", "implicit-gemm-hopper", (IMAGE, clip(96, 64, 3, 3), BIAS, 1, 1)),
     "conv2d, few filters": ("conv2d", "narrow-out-hopper", (IMAGE, clip(3, 64, 3, 3), None, 1, 1)),
@@ -70,7 +80,9 @@ def test_an_address_that_tma_cannot_take(name, launches):
     assert odd.stride() == args[0].stride()
     prepared.call(odd, *args[1:])
     assert {launch.kernel.fn.__name__ for launch in launches} <= {"implicit_gemm", "phase_filters"}
-    assert {launch.tensors[0].dtype for launch in launches} == {torch.bfloat16}  # a tensor for the portable kernel, no descriptor
+    assert {launch.tensors[0].dtype for launch in launches} == {
+        torch.bfloat16
+    }  # a tensor for the portable kernel, no descriptor
 
 
 def test_a_route_without_a_configuration(launches):

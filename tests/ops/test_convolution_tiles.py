@@ -1,4 +1,6 @@
-"""Tiles of the Hopper kernels: within the card, without waste where the sizes allow it; and what the kernels say they cannot do."""
+"""Tiles of the Hopper kernels: within the card, without waste where the sizes allow it; and what the kernels
+say they cannot do.
+"""
 
 import pytest
 import torch
@@ -17,16 +19,29 @@ def task(depth, height, width, channels, filters, kernel=(3, 3, 3), dtype=torch.
 
     size = (1, channels, depth, height, width)
     return Task(
-        size, (filters, channels, *kernel), (1, filters, *size[2:]), strides(channels), strides(filters), dtype,
-        padding=tuple(k // 2 for k in kernel), **more,
-    )  # fmt: skip
+        size,
+        (filters, channels, *kernel),
+        (1, filters, *size[2:]),
+        strides(channels),
+        strides(filters),
+        dtype,
+        padding=tuple(k // 2 for k in kernel),
+        **more,
+    )
 
 
 TASKS = [
-    task(4, 480, 832, 96, 96), task(81, 480, 832, 96, 96), task(4, 240, 416, 192, 192), task(4, 120, 208, 384, 384),
-    task(21, 60, 104, 1024, 1024), task(1, 1024, 1024, 128, 128, (1, 3, 3)), task(4, 240, 416, 192, 384, (3, 1, 1)),
-    task(4, 480, 832, 192, 96, dtype=torch.float32), task(2, 30, 40, 320, 320), task(1, 7, 5, 8, 8, (1, 1, 1)),
-]  # fmt: skip
+    task(4, 480, 832, 96, 96),
+    task(81, 480, 832, 96, 96),
+    task(4, 240, 416, 192, 192),
+    task(4, 120, 208, 384, 384),
+    task(21, 60, 104, 1024, 1024),
+    task(1, 1024, 1024, 128, 128, (1, 3, 3)),
+    task(4, 240, 416, 192, 384, (3, 1, 1)),
+    task(4, 480, 832, 192, 96, dtype=torch.float32),
+    task(2, 30, 40, 320, 320),
+    task(1, 7, 5, 8, 8, (1, 1, 1)),
+]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
@@ -41,14 +56,19 @@ def test_tiles_fit(task):
 
 
 def test_frames_before_the_first():
-    """A box with several frames cannot come from two tensors: it has one. Copies of a frame are found by depth."""
+    """A box with several frames cannot come from two tensors: it has one.
+
+    Copies of a frame are found by depth.
+    """
 
     def best(depth, **before):
         return tiles.best(task(depth, 480, 832, 96, 96, **before), H200.shared, H200.units, 2.0)
 
     assert {tile.share for tile in best(81, pad_mode="replicate")} == {"depth"}
     for depth in (1, 2, 81):
-        assert all(tile.share == "depth" or (tile.rows, tile.columns) == (1, 64) for tile in best(depth, cache=2))
+        assert all(
+            tile.share == "depth" or (tile.rows, tile.columns) == (1, 64) for tile in best(depth, cache=2)
+        )
     assert best(2, cache=2)[0].share == "height"
     assert best(1, cache=2)[0].share == "depth"
 
@@ -77,7 +97,9 @@ def test_what_hopper_refuses():
     assert reasons(good._replace(stride=(1, 2, 2))) == ["stride (1, 2, 2), this route needs 1"]
     assert reasons(task(4, 8, 8, 33, 96))[0] == "33 channels, this route needs a multiple of 8"
     assert reasons(task(4, 8, 8, 32, 3))[0] == "3 filters, this route needs a multiple of 8"
-    assert reasons(good._replace(dtype=torch.float32, precision="ieee")) == ["float32 in ieee precision, this route needs TF32 allowed"]
+    assert reasons(good._replace(dtype=torch.float32, precision="ieee")) == [
+        "float32 in ieee precision, this route needs TF32 allowed"
+    ]
     assert reasons(good._replace(dtype=torch.float64))[0].startswith("dtype float64")
     assert "channels side by side" in reasons(good._replace(x_strides=(96 * 64, 64, 64, 8, 1)))[0]
     assert "groups" in reasons(good._replace(weight=(96, 48, 3, 3, 3)))[0]

@@ -1,4 +1,6 @@
-"""Group norms by sums of blocks on a CPU: the same bits however a picture is cut, as the whole has, and in any layout."""
+"""Group norms by sums of blocks on a CPU: the same bits however a picture is cut, as the whole has, and in
+any layout.
+"""
 
 import itertools
 
@@ -11,13 +13,22 @@ from tests.walk import lets_pass
 from turnout.measure.verify import Trial
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO
 from turnout.ops.group_norm_silu.block_routes import NAME, moments
-from turnout.ops.group_norm_silu.blocks import Where, block_sums, grain, moments_of, normalise, normalise_scaled
+from turnout.ops.group_norm_silu.blocks import (
+    Where,
+    block_sums,
+    grain,
+    moments_of,
+    normalise,
+    normalise_scaled,
+)
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU
 
 pytest.importorskip("numba")
-halves = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+halves = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +71,16 @@ def test_the_bits_of_parts_are_those_of_the_whole(layout, dtype, axis, shape):
         expected = GROUP_NORM_SILU(*args)
     for parts in (2, 3, 4, 8):
         begins = cuts(shape[axis], parts)
-        pieces = [LAYOUTS[layout](whole.narrow(axis, first, end - first)) for first, end in itertools.pairwise(begins)]
+        pieces = [
+            LAYOUTS[layout](whole.narrow(axis, first, end - first))
+            for first, end in itertools.pairwise(begins)
+        ]
         height, width = shape[-2:]
         where = [Where(height, width, *((first, 0) if axis == -2 else (0, first))) for first in begins[:-1]]
-        sums = torch.cat([block_sums(x, groups, place) for x, place in zip(pieces, where, strict=True)], 1 if axis == -2 else 2)
+        sums = torch.cat(
+            [block_sums(x, groups, place) for x, place in zip(pieces, where, strict=True)],
+            1 if axis == -2 else 2,
+        )
         found = moments_of(sums, whole[0].numel() // groups, 1e-6)
         y = torch.cat([normalise(x, found, weight, bias) for x in pieces], axis)
         assert torch.equal(y, expected), parts
@@ -97,7 +114,9 @@ def test_the_bits_do_not_depend_on_the_number_of_threads():
 def test_all_dimensions(dtype):
     for shape in ((2, 6), (2, 6, 33), (1, 5, 7, 9), (1, 6, 2, 3, 4, 5), (3, 6, 1, 1)):
         args = (torch.randn(shape).to(dtype), shape[1] // (1 if shape[1] % 2 else 2), None, None, 1e-5, False)
-        assert Trial(GROUP_NORM_SILU, args).complaint("close", GROUP_NORM_SILU.routes[NAME].run) is None, shape
+        assert Trial(GROUP_NORM_SILU, args).complaint("close", GROUP_NORM_SILU.routes[NAME].run) is None, (
+            shape
+        )
 
 
 def test_far_from_zero_the_variance_stays():
@@ -136,7 +155,9 @@ def test_with_a_border(layout, dtype, mode):
     x = LAYOUTS[layout](torch.randn(1, 6, 3, 5, 7).to(dtype))
     for padding in ([1, 1, 1, 1, 2, 0], [2, 3, 0, 1, 0, 0], [0] * 6):
         args = (x, 2, torch.randn(6).to(dtype), None, 1e-5, True, padding, mode)
-        assert Trial(GROUP_NORM_SILU_PAD, args).complaint("close", GROUP_NORM_SILU_PAD.routes[NAME].run) is None
+        assert (
+            Trial(GROUP_NORM_SILU_PAD, args).complaint("close", GROUP_NORM_SILU_PAD.routes[NAME].run) is None
+        )
         inside = GROUP_NORM_SILU.routes[NAME].run(*args[:6])
         assert torch.equal(GROUP_NORM_SILU_PAD.routes[NAME].run(*args), F.pad(inside, padding, mode))
 
@@ -154,7 +175,9 @@ def test_scale_and_shift_of_blocks_in_parts(layout, dtype):
     found, parts = moments(x, 4, 1e-6), []
     for first, end in ((0, 2), (2, 9)):
         own = (last(scale[..., first:end]), last(shift[..., first:end]))
-        parts.append(normalise_scaled(x[..., 8 * first : 8 * end], found, weight, bias, *own, first_apart=True))
+        parts.append(
+            normalise_scaled(x[..., 8 * first : 8 * end], found, weight, bias, *own, first_apart=True)
+        )
     assert torch.equal(torch.cat(parts, -1), run(*args))
 
 

@@ -1,4 +1,6 @@
-"""group_norm_silu on a CPU, where PyTorch's own kernels run: the promise, layouts, writing into a buffer, gradients, what must raise."""
+"""group_norm_silu on a CPU, where PyTorch's own kernels run: the promise, layouts, writing into a buffer,
+gradients, what must raise.
+"""
 
 import pytest
 import torch
@@ -115,7 +117,9 @@ def test_one_walk():
     assert not is_one_walk([0, 8, 2], [1, 5, 3])
 
 
-@pytest.mark.parametrize("divisor", [1, 2, 3, 5, 7, 16, 120, 962, 46341, 2**16 + 1, 2**30 - 1, 2**30, 2**31 - 1])
+@pytest.mark.parametrize(
+    "divisor", [1, 2, 3, 5, 7, 16, 120, 962, 46341, 2**16 + 1, 2**30 - 1, 2**30, 2**31 - 1]
+)
 def test_reciprocals_divide_all_numbers_of_31_bits(divisor):
     magic, shift = reciprocal(divisor)
     assert 2**31 <= magic < 2**32
@@ -150,8 +154,14 @@ def test_more_positions_than_kernels_count_are_refused():
 
 
 def test_into_the_inside_of_a_border():
-    """HunyuanVideo's call: answered by the route on a card, and by the reference here, which leaves the border alone."""
-    x, weight, bias = torch.randn(1, 12, 2, 3, 4).contiguous(memory_format=torch.channels_last_3d), torch.randn(12), torch.randn(12)
+    """HunyuanVideo's call: answered by the route on a card, and by the reference here, which leaves the
+    border alone.
+    """
+    x, weight, bias = (
+        torch.randn(1, 12, 2, 3, 4).contiguous(memory_format=torch.channels_last_3d),
+        torch.randn(12),
+        torch.randn(12),
+    )
     out = inside_border(x)
     assert turnout.group_norm_silu(x, 4, weight, bias, out=out) is out
     torch.testing.assert_close(out, turnout.group_norm_silu(x, 4, weight, bias))
@@ -162,9 +172,14 @@ def test_into_the_inside_of_a_border():
     frames = frames.contiguous(memory_format=torch.channels_last_3d)
     weights = torch.empty(128, dtype=torch.bfloat16, device="meta")
     for given in (frames, inside_border(frames)):
-        verdict = turnout.explain(turnout.group_norm_silu, given, 32, weights, weights, out=inside_border(frames), device="h200")
+        verdict = turnout.explain(
+            turnout.group_norm_silu, given, 32, weights, weights, out=inside_border(frames), device="h200"
+        )
         assert verdict.chosen == "gapped-rows"
-    assert turnout.explain(turnout.group_norm_silu, inside_border(frames), 32, device="h200").chosen == "gapped-rows"
+    assert (
+        turnout.explain(turnout.group_norm_silu, inside_border(frames), 32, device="h200").chosen
+        == "gapped-rows"
+    )
 
 
 def test_into_a_buffer():
@@ -176,8 +191,12 @@ def test_into_a_buffer():
 
 
 def test_gradients():
-    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,)))
-    assert torch.autograd.gradcheck(lambda x, w, b: GROUP_NORM_SILU.opaque(x, 2, w, b, 1e-5, True), (x, weight, bias))
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,))
+    )
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: GROUP_NORM_SILU.opaque(x, 2, w, b, 1e-5, True), (x, weight, bias)
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -218,26 +237,37 @@ def test_with_a_border_is_torchs_pad_in_the_format_of_x(kind, dtype, mode):
 
 
 def test_gradients_pass_the_border():
-    x, weight = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64)
+    x, weight = (
+        torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, dtype=torch.float64),
+    )
     for mode in ("replicate", "reflect", "constant"):
         args = (2, weight, None, 1e-5, True, [1, 1, 2, 0], mode)
         assert torch.autograd.gradcheck(lambda x, args=args: GROUP_NORM_SILU_PAD.opaque(x, *args), (x,))
 
 
 def test_hunyuans_border_is_written_by_the_route():
-    """Also of an x that is the inside of a buffer itself, and where no batch or no channels are there to normalise."""
+    """Also of an x that is the inside of a buffer itself, and where no batch or no channels are there to
+    normalise.
+    """
     x = torch.empty(1, 128, 33, 544, 960, dtype=torch.bfloat16, device="meta")
     x = x.contiguous(memory_format=torch.channels_last_3d)
     for given in (x, inside_border(x)):
-        verdict = turnout.explain(turnout.group_norm_silu_pad, given, 32, padding=(1, 1, 1, 1, 2, 0), device="h200")
+        verdict = turnout.explain(
+            turnout.group_norm_silu_pad, given, 32, padding=(1, 1, 1, 1, 2, 0), device="h200"
+        )
         assert verdict.chosen == "gapped-rows"
-    first = turnout.explain(turnout.group_norm_silu_pad, x.contiguous(), 32, padding=(1, 1, 1, 1, 2, 0), device="h200")
+    first = turnout.explain(
+        turnout.group_norm_silu_pad, x.contiguous(), 32, padding=(1, 1, 1, 1, 2, 0), device="h200"
+    )
     assert "side by side" in first.refused["gapped-rows"][0]
 
 
 def test_a_border_around_nothing():
     empty = torch.zeros(2, 4, 0)
-    assert torch.equal(turnout.group_norm_silu_pad(empty, 2, padding=(1, 2), mode="constant"), torch.zeros(2, 4, 3))
+    assert torch.equal(
+        turnout.group_norm_silu_pad(empty, 2, padding=(1, 2), mode="constant"), torch.zeros(2, 4, 3)
+    )
     assert turnout.group_norm_silu_pad(empty[:0], 2, padding=(1, 2), mode="constant").shape == (0, 4, 3)
 
 
@@ -262,8 +292,14 @@ X = torch.zeros(2, 4, 5)
         (lambda: turnout.group_norm_silu(X, 2, torch.ones(5)), r"it needs to be \[4\]"),
         (lambda: turnout.group_norm_silu(X, 2, out=torch.zeros(2, 4, 6)), "out is"),
         (lambda: turnout.group_norm_silu_pad(X[..., 0], 2, padding=()), r"it needs to be \[B, C, W\]"),
-        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1, 1), mode="circular"), "mode is 'circular', it needs to be one of"),
-        (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1,)), r"padding is \[1\], it needs to be numbers from 0 on"),
+        (
+            lambda: turnout.group_norm_silu_pad(X, 2, padding=(1, 1), mode="circular"),
+            "mode is 'circular', it needs to be one of",
+        ),
+        (
+            lambda: turnout.group_norm_silu_pad(X, 2, padding=(1,)),
+            r"padding is \[1\], it needs to be numbers from 0 on",
+        ),
         (lambda: turnout.group_norm_silu_pad(X, 2, padding=(1, 1, 1, 1)), r"padding is \[1, 1, 1, 1\]"),
         (lambda: turnout.group_norm_silu_pad(X, 2, padding=(-1, 1)), r"padding is \[-1, 1\]"),
         (lambda: turnout.group_norm_silu_pad(X, 2, padding=(5, 1), mode="reflect"), "smaller than its size"),

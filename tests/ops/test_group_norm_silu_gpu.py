@@ -1,4 +1,7 @@
-"""group_norm_silu on a GPU: what the interpreter cannot show. Every route x every case is walked elsewhere."""
+"""group_norm_silu on a GPU: what the interpreter cannot show.
+
+Every route x every case is walked elsewhere.
+"""
 
 import pytest
 import torch
@@ -46,14 +49,24 @@ def test_a_mean_far_from_zero(route, mean):
 
 @formats
 def test_more_than_2_31_elements(route):
-    x = torch.zeros(1, 128, 4100, 4100, device=CUDA, dtype=torch.bfloat16).contiguous(memory_format=FORMATS[route])
+    x = torch.zeros(1, 128, 4100, 4100, device=CUDA, dtype=torch.bfloat16).contiguous(
+        memory_format=FORMATS[route]
+    )
     x[..., -1:, :] = 4
     with turnout.pin(group_norm_silu=route):
         found = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False)
     share = 1 / 4100
-    low, high = -(4 * share) / (16 * share * (1 - share)) ** 0.5, (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5
+    low, high = (
+        -(4 * share) / (16 * share * (1 - share)) ** 0.5,
+        (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5,
+    )
     for place, value in (((0, 0), low), ((-2, -1), low), ((-1, -1), high), ((-1, 0), high)):
-        torch.testing.assert_close(found[0, :, place[0], place[1]].float(), torch.full((128,), value, device=CUDA), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(
+            found[0, :, place[0], place[1]].float(),
+            torch.full((128,), value, device=CUDA),
+            rtol=1e-2,
+            atol=1e-3,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -82,7 +95,10 @@ def test_more_than_2_31_elements_with_gaps(name):
     x = torch.zeros(1, frames, height, width, 128, device=CUDA, dtype=torch.bfloat16).movedim(-1, 1)
     x[:, :, -1] = 4
     share = 1 / frames
-    low, high = -(4 * share) / (16 * share * (1 - share)) ** 0.5, (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5
+    low, high = (
+        -(4 * share) / (16 * share * (1 - share)) ** 0.5,
+        (4 - 4 * share) / (16 * share * (1 - share)) ** 0.5,
+    )
     with turnout.pin(**{name: "gapped-rows"}):
         if name == "group_norm_silu_into":
             found = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False, out=inside_border(x))
@@ -90,7 +106,9 @@ def test_more_than_2_31_elements_with_gaps(name):
             found = turnout.group_norm_silu_pad(x, 32, padding=(1, 1, 1, 1, 2, 0), eps=1e-6, silu=False)
         else:
             ones = torch.ones(1, 128, 2, 10, 10, device=CUDA, dtype=torch.bfloat16)
-            found = turnout.spatial_norm_silu(x, 32, None, None, ones, 0 * ones, eps=1e-6, silu=False, first_apart=True)
+            found = turnout.spatial_norm_silu(
+                x, 32, None, None, ones, 0 * ones, eps=1e-6, silu=False, first_apart=True
+            )
     for place, value in (((0, 0, 0), low), ((-2, -1, -1), low), ((-1, 0, 0), high), ((-1, -1, -1), high)):
         there = found[0, :, place[0], place[1], place[2]].float()
         torch.testing.assert_close(there, torch.full((128,), value, device=CUDA), rtol=1e-2, atol=1e-3)

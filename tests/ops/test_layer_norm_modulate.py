@@ -1,4 +1,4 @@
-"""layer_norm_modulate and gated_add: bit for bit the blocks of diffusers, shapes, gradients, what must raise."""
+"""layer_norm_modulate and gated_add: the bits of the blocks of diffusers, shapes, gradients, errors."""
 
 import importlib
 
@@ -10,7 +10,9 @@ import turnout
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE
 
 B, S, C = 2, 7, 24
-halves = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+halves = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,11 @@ def modulations(dtype, tokens=1):
 @halves
 def test_flux_norm_of_diffusers(dtype):
     normalization = _diffusers("normalization")
-    norm, x, temb = normalization.AdaLayerNormZeroSingle(C).to(dtype), next(streams(dtype)), torch.randn(B, C, dtype=dtype)
+    norm, x, temb = (
+        normalization.AdaLayerNormZeroSingle(C).to(dtype),
+        next(streams(dtype)),
+        torch.randn(B, C, dtype=dtype),
+    )
     with torch.no_grad():
         expected, _ = norm(x, emb=temb)
         shift, scale, _ = norm.linear(norm.silu(temb)).chunk(3, 1)
@@ -92,7 +98,8 @@ def test_gradients_are_those_of_the_reference():
     gate, scale, shift = (torch.randn(1, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *given: LAYER_NORM_MODULATE.opaque(*given[:4], None, *given[4:], 1e-6), (x, residual, gate, weight, scale, shift)
+        lambda *given: LAYER_NORM_MODULATE.opaque(*given[:4], None, *given[4:], 1e-6),
+        (x, residual, gate, weight, scale, shift),
     )
     assert torch.autograd.gradcheck(GATED_ADD.opaque, (x, residual, gate))
 

@@ -40,7 +40,9 @@ def same(found, expected, route):
         assert torch.equal(found, expected)
     else:
         bound = 2e-6 if found.dtype is torch.float32 else 2e-3  # a last bit here and there
-        assert torch.linalg.vector_norm((found - expected).double()) <= bound * torch.linalg.vector_norm(expected.double())
+        assert torch.linalg.vector_norm((found - expected).double()) <= bound * torch.linalg.vector_norm(
+            expected.double()
+        )
 
 
 # Conventions
@@ -49,7 +51,9 @@ def same(found, expected, route):
 @pinned
 @halves
 def test_flux(route, dtype):
-    """Text, then image, each with its norm; tables of width D with each value twice, one for all batches and heads."""
+    """Text, then image, each with its norm; tables of width D with each value twice, one for all batches and
+    heads.
+    """
     embeddings, flux = diffusers("embeddings"), diffusers("transformers.transformer_flux")
     ids = torch.cat([torch.zeros(3, 3), torch.rand(S, 3) * 20])
     cos, sin = flux.FluxPosEmbed(10000, [4, 6, 6])(ids)
@@ -61,7 +65,9 @@ def test_flux(route, dtype):
         joined = torch.cat([norm_text(text), norm_picture(picture)], 1)
         expected = embeddings.apply_rotary_emb(joined, (cos, sin), sequence_dim=1).transpose(1, 2)
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope((text, picture), cos, sin, weight=(norm_text.weight, norm_picture.weight))
+            found = turnout.norm_rope(
+                (text, picture), cos, sin, weight=(norm_text.weight, norm_picture.weight)
+            )
     same(found, expected, route)
 
 
@@ -70,7 +76,9 @@ def test_flux(route, dtype):
 def test_wan(route, dtype):
     """A norm across heads; tables [1, S, 1, D] of three axes."""
     wan = diffusers("transformers.transformer_wan")
-    attention = wan.WanAttention(H * D, heads=H, dim_head=D, eps=1e-6, processor=wan.WanAttnProcessor()).to(dtype)
+    attention = wan.WanAttention(H * D, heads=H, dim_head=D, eps=1e-6, processor=wan.WanAttnProcessor()).to(
+        dtype
+    )
     cos, sin = wan.WanRotaryPosEmbed(D, (1, 2, 2), 64)(torch.zeros(1, 1, 2, 4, 6))
     tokens = cos.shape[1]
     seen = {}
@@ -88,7 +96,14 @@ def test_wan(route, dtype):
         q, k = (projected(hidden).unflatten(2, (H, D)) for projected in (attention.to_q, attention.to_k))
         with turnout.pin(norm_rope=route):
             found = turnout.norm_rope_qk(
-                q, k, cos, sin, q_weight=attention.norm_q.weight, k_weight=attention.norm_k.weight, across_heads=True, out_layout="bshd"
+                q,
+                k,
+                cos,
+                sin,
+                q_weight=attention.norm_q.weight,
+                k_weight=attention.norm_k.weight,
+                across_heads=True,
+                out_layout="bshd",
             )
     same(found[0], seen["q"], route)
     same(found[1], seen["k"], route)
@@ -129,11 +144,18 @@ def test_ltx(route, dtype):
 @pinned
 @halves
 def test_ltx2(route, dtype):
-    """Pairs half a head apart, tables [B, H, S, D / 2]. Its addcmul rounds as PyTorch's build has it, so this is close, not exact."""
+    """Pairs half a head apart, tables [B, H, S, D / 2].
+
+    Its addcmul rounds as PyTorch's build has it, so this is close, not exact.
+    """
     ltx2 = diffusers("transformers.transformer_ltx2")
     x = projection(dtype)[2]
     turns = torch.randn(B, H, S, D // 2)
-    expected = ltx2.apply_split_rotary_emb(x.flatten(2), (turns.cos(), turns.sin())).unflatten(2, (H, D)).transpose(1, 2)
+    expected = (
+        ltx2.apply_split_rotary_emb(x.flatten(2), (turns.cos(), turns.sin()))
+        .unflatten(2, (H, D))
+        .transpose(1, 2)
+    )
     with turnout.pin(norm_rope=route):
         found = turnout.norm_rope(x, turns.cos().transpose(1, 2), turns.sin().transpose(1, 2), pairing="half")
     same(found, expected, "close")
@@ -152,7 +174,9 @@ def test_cosmos(route, dtype):
         norm.weight.normal_()
         expected = embeddings.apply_rotary_emb(norm(x.transpose(1, 2)), (cos, sin), use_real_unbind_dim=-2)
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope(x, cos, sin, weight=norm.weight, pairing="half", round_before_weight=True)
+            found = turnout.norm_rope(
+                x, cos, sin, weight=norm.weight, pairing="half", round_before_weight=True
+            )
     same(found, expected, route)
 
 
@@ -174,21 +198,27 @@ def test_partial_rotation_leaves_the_rest(route):
     q, k, _ = projection(torch.float32)
     turns = torch.randn(S, 4)
     with turnout.pin(norm_rope=route):
-        a, b = turnout.norm_rope_qk(q, k[:, :, :2], turns.cos(), turns.sin(), rotary_dim=8, pairing="half", out_layout="bshd")
+        a, b = turnout.norm_rope_qk(
+            q, k[:, :, :2], turns.cos(), turns.sin(), rotary_dim=8, pairing="half", out_layout="bshd"
+        )
         wide = torch.cat([turns, turns], -1)
         c = turnout.norm_rope(q, wide.cos(), wide.sin(), rotary_dim=8, pairing="half", out_layout="bshd")
     torch.testing.assert_close(a[..., 8:], q[..., 8:], rtol=0, atol=0)
     torch.testing.assert_close(a, c)
     first, second = k[:, :, :2, :4], k[:, :, :2, 4:8]
     cos, sin = turns.cos()[None, :, None], turns.sin()[None, :, None]
-    torch.testing.assert_close(b[..., :8], torch.cat([first * cos - second * sin, second * cos + first * sin], -1))
+    torch.testing.assert_close(
+        b[..., :8], torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    )
 
 
 @pinned
 def test_one_token_and_a_norm_without_weight(route):
     x = torch.randn(1, 1, 1, 32)
     with turnout.pin(norm_rope=route):
-        torch.testing.assert_close(turnout.norm_rope(x, norm=True), F.rms_norm(x, (32,), None, 1e-6).transpose(1, 2))
+        torch.testing.assert_close(
+            turnout.norm_rope(x, norm=True), F.rms_norm(x, (32,), None, 1e-6).transpose(1, 2)
+        )
 
 
 def test_narrow_tables_rotate_their_own_width():
@@ -217,7 +247,9 @@ def test_gradients_are_those_of_the_reference(kind):
     for route in ROUTES:
         x, w = q.clone().requires_grad_(), weight.clone().requires_grad_()
         with turnout.pin(norm_rope=route):
-            turnout.norm_rope(x, turns.cos(), turns.sin(), weight=w, across_heads=kind == "all").backward(grad)
+            turnout.norm_rope(x, turns.cos(), turns.sin(), weight=w, across_heads=kind == "all").backward(
+                grad
+            )
         found.append((x.grad, w.grad))
     torch.testing.assert_close(*found)
 
@@ -264,7 +296,12 @@ def test_fullgraph_with_two_streams_and_dynamic_tokens():
 
     def attention_input(text, picture):
         size = text.shape[1] + picture.shape[1]
-        return turnout.norm_rope((text, picture), turns.cos()[:size], turns.sin()[:size], weight=(weight, weight)) + 1
+        return (
+            turnout.norm_rope(
+                (text, picture), turns.cos()[:size], turns.sin()[:size], weight=(weight, weight)
+            )
+            + 1
+        )
 
     compiled = torch.compile(attention_input, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (4, 9, 17):
@@ -287,7 +324,12 @@ TABLE = torch.zeros(5, 8)
         (lambda: turnout.norm_rope_qk(X, X.half()), "k is torch.float16"),
         (lambda: turnout.norm_rope(X, TABLE[:4], TABLE[:4]), "for 5 tokens"),
         (lambda: turnout.norm_rope(X, TABLE.expand(3, 5, 8), TABLE.expand(3, 5, 8)), "a batch of 2"),
-        (lambda: turnout.norm_rope(X, TABLE.expand(2, 3, 5, 8).transpose(1, 2), TABLE.expand(2, 3, 5, 8).transpose(1, 2)), "4 heads"),
+        (
+            lambda: turnout.norm_rope(
+                X, TABLE.expand(2, 3, 5, 8).transpose(1, 2), TABLE.expand(2, 3, 5, 8).transpose(1, 2)
+            ),
+            "4 heads",
+        ),
         (lambda: turnout.norm_rope(X, TABLE), "both are real"),
         (lambda: turnout.norm_rope(X, TABLE, TABLE[:, :4]), "sin is"),
         (lambda: turnout.norm_rope(X, TABLE[:, :3], TABLE[:, :3]), "3 wide"),
@@ -309,6 +351,8 @@ def test_inputs_stay_as_they_are():
     q, k, _ = projection(torch.bfloat16)
     before = copy(q), copy(k)
     turns = torch.randn(S, D // 2)
-    turnout.norm_rope_qk(q, k, turns.cos(), turns.sin(), q_weight=torch.ones(D).bfloat16(), k_weight=torch.ones(D).bfloat16())
+    turnout.norm_rope_qk(
+        q, k, turns.cos(), turns.sin(), q_weight=torch.ones(D).bfloat16(), k_weight=torch.ones(D).bfloat16()
+    )
     assert torch.equal(q, before[0])
     assert torch.equal(k, before[1])

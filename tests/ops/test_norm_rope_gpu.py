@@ -28,23 +28,39 @@ def test_head_sizes(dtype, dim, pairing):
     q, k = (torch.randn(2, 37, 3 * 6, dim, device=CUDA, dtype=dtype)[:, :, 6:12] for _ in range(2))
     for across in (False, True):
         weights = [torch.randn(6 * dim if across else dim, device=CUDA, dtype=dtype) for _ in range(2)]
-        args = arguments(q, k, *tables(37, dim // 2), q_weight=weights[0], k_weight=weights[1], across_heads=across, pairing=pairing)
+        args = arguments(
+            q,
+            k,
+            *tables(37, dim // 2),
+            q_weight=weights[0],
+            k_weight=weights[1],
+            across_heads=across,
+            pairing=pairing,
+        )
         trial = Trial(NORM_ROPE, args)
         assert trial.complaint("close", NORM_ROPE.routes["one-pass"].run) is None
 
 
 def test_half_types_are_the_reference_bit_for_bit_nearly_always():
-    """The kernel rounds where eager PyTorch does; only the order of a norm's sum differs, and that is seen one time in ten thousand."""
+    """The kernel rounds where eager PyTorch does; only the order of a norm's sum differs, and that is seen
+    one time in ten thousand.
+    """
     q = torch.randn(1, 1024, 24, 128, device=CUDA, dtype=torch.bfloat16)
-    args = arguments(q, None, *tables(1024, 128), q_weight=torch.randn(128, device=CUDA, dtype=torch.bfloat16))
+    args = arguments(
+        q, None, *tables(1024, 128), q_weight=torch.randn(128, device=CUDA, dtype=torch.bfloat16)
+    )
     found, expected = NORM_ROPE.routes["one-pass"].run(*args)[0], NORM_ROPE.reference(*args)[0]
     assert (found != expected).float().mean() < 1e-4
 
 
 def test_unaligned_and_odd_strides():
-    """Rows that start at an odd element cannot be read in vectors; kernels kept for other alignments must not be taken."""
+    """Rows that start at an odd element cannot be read in vectors; kernels kept for other alignments must not
+    be taken.
+    """
     for shift in (0, 1, 2, 4, 8):
-        q = torch.randn(8 + 5 * 4 * 64, device=CUDA, dtype=torch.bfloat16)[shift : shift + 5 * 4 * 64].view(1, 5, 4, 64)
+        q = torch.randn(8 + 5 * 4 * 64, device=CUDA, dtype=torch.bfloat16)[shift : shift + 5 * 4 * 64].view(
+            1, 5, 4, 64
+        )
         args = arguments(q, None, *tables(5, 32), q_weight=torch.randn(64, device=CUDA, dtype=torch.bfloat16))
         assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["one-pass"].run) is None
 
@@ -59,7 +75,9 @@ def test_more_than_2_31_elements():
     weight = torch.ones(128, device=CUDA, dtype=torch.bfloat16)
     with turnout.pin(norm_rope="one-pass"):
         found = turnout.norm_rope(q, weight=weight)
-    torch.testing.assert_close(found[0, :, -5:], turnout.norm_rope(q[:, -5:].cpu(), weight=weight.cpu())[0].to(CUDA))
+    torch.testing.assert_close(
+        found[0, :, -5:], turnout.norm_rope(q[:, -5:].cpu(), weight=weight.cpu())[0].to(CUDA)
+    )
 
 
 def test_memory_is_the_output():
@@ -68,7 +86,9 @@ def test_memory_is_the_output():
     q = torch.randn(1, 4608, 24, 128, device=CUDA, dtype=torch.bfloat16)
     args = arguments(q, None, *tables(4608, 64), q_weight=torch.ones(128, device=CUDA, dtype=torch.bfloat16))
     NORM_ROPE.routes["one-pass"].run(*args)
-    assert peak_mib(NORM_ROPE.routes["one-pass"].run, args) < q.numel() * 2 / 2**20 + 2  # the allocator's blocks are of 2 MiB
+    assert (
+        peak_mib(NORM_ROPE.routes["one-pass"].run, args) < q.numel() * 2 / 2**20 + 2
+    )  # the allocator's blocks are of 2 MiB
 
 
 def test_under_torch_compile_the_op_stays_and_is_right():

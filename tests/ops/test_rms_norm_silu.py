@@ -1,4 +1,6 @@
-"""rms_norm_silu: against diffusers' own norms and PyTorch's, layouts, writing into a buffer, gradients, what must raise."""
+"""rms_norm_silu: against diffusers' own norms and PyTorch's, layouts, writing into a buffer, gradients, what
+must raise.
+"""
 
 import importlib
 
@@ -12,7 +14,9 @@ from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 
 CL3 = torch.channels_last_3d
-halves = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+halves = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
 FORMATS = {"cpu-rows": CL3, "cpu-planes": torch.contiguous_format}
 formats = pytest.mark.parametrize("route", FORMATS)
 
@@ -37,12 +41,18 @@ def test_wan_norm_of_diffusers(route, dtype):
         expected = F.silu(norm(x))
         with turnout.pin(rms_norm_silu="reference"):
             assert torch.equal(turnout.rms_norm_silu(x, norm.gamma, eps=1e-12, style="normalize"), expected)
-        assert Trial(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).complaint(
-            "close", RMS_NORM_SILU.routes[route].run
-        ) is None  # fmt: skip
+        assert (
+            Trial(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).complaint(
+                "close", RMS_NORM_SILU.routes[route].run
+            )
+            is None
+        )
         plain = turnout.rms_norm_silu(x, norm.gamma, eps=1e-12, style="normalize", silu=False)
         torch.testing.assert_close(
-            plain, norm(x), rtol=1e-2 if dtype is not torch.float32 else 2e-6, atol=1e-2 if dtype is not torch.float32 else 2e-6
+            plain,
+            norm(x),
+            rtol=1e-2 if dtype is not torch.float32 else 2e-6,
+            atol=1e-2 if dtype is not torch.float32 else 2e-6,
         )
 
 
@@ -59,7 +69,9 @@ def test_ltx_norm_of_diffusers(route):
 def test_last_dimension_is_torchs_rms_norm(dtype):
     x, weight = torch.randn(3, 5, 40).to(dtype), torch.randn(40).to(dtype)
     with turnout.pin(rms_norm_silu="reference"):
-        assert torch.equal(turnout.rms_norm_silu(x, weight, eps=1e-6, dim=-1, silu=False), F.rms_norm(x, (40,), weight, 1e-6))
+        assert torch.equal(
+            turnout.rms_norm_silu(x, weight, eps=1e-6, dim=-1, silu=False), F.rms_norm(x, (40,), weight, 1e-6)
+        )
 
 
 @formats
@@ -67,12 +79,21 @@ def test_last_dimension_is_torchs_rms_norm(dtype):
 @pytest.mark.parametrize("style", ["normalize", "rms_norm"])
 def test_cpu_routes_are_close_in_every_shape(route, dtype, style):
     """Odd channels, one position, a tile and a bit, batch, bias, a float32 weight on half x."""
-    for shape, bias in (((1, 96, 2, 9, 11), False), ((2, 5, 1, 1, 1), True), ((1, 3, 1, 33, 41), True), ((3, 40, 2, 3, 5), False)):
+    for shape, bias in (
+        ((1, 96, 2, 9, 11), False),
+        ((2, 5, 1, 1, 1), True),
+        ((1, 3, 1, 33, 41), True),
+        ((3, 40, 2, 3, 5), False),
+    ):
         x = clip(route, shape, dtype)
         scale = torch.randn(shape[1]).to(dtype if bias else torch.float32)
         args = (x, scale, torch.randn(shape[1]).to(dtype) if bias else None, 1e-6, 1, style, True)
-        if not any(RMS_NORM_SILU.routes[route].refuses(RMS_NORM_SILU.problem(*args), turnout.routing.device.cpu())):
-            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, shape
+        if not any(
+            RMS_NORM_SILU.routes[route].refuses(RMS_NORM_SILU.problem(*args), turnout.routing.device.cpu())
+        ):
+            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, (
+                shape
+            )
 
 
 @formats
@@ -100,9 +121,13 @@ def test_into_a_padded_frame():
 
 @pytest.mark.parametrize("silu", [True, False])
 def test_gradients(silu):
-    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,)))
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,))
+    )
     for style, eps in (("rms_norm", 1e-6), ("normalize", 1e-12)):
-        assert torch.autograd.gradcheck(lambda *a, e=eps, s=style: RMS_NORM_SILU.opaque(*a, e, 1, s, silu), (x, weight, bias))
+        assert torch.autograd.gradcheck(
+            lambda *a, e=eps, s=style: RMS_NORM_SILU.opaque(*a, e, 1, s, silu), (x, weight, bias)
+        )
 
 
 def test_a_call_with_out_under_fullgraph():
@@ -155,10 +180,14 @@ def test_the_model_takes_a_route_where_it_pays():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_channels_around_whole_vectors_on_a_cpu(dtype, silu):
     for channels in (1, 15, 16, 17, 40, 96, 100):
-        x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((37, channels), (channels,), (channels,)))
+        x, weight, bias = (
+            torch.randn(shape).to(dtype) for shape in ((37, channels), (channels,), (channels,))
+        )
         with turnout.pin(rms_norm_silu="cpu-rows"):
             found = turnout.rms_norm_silu(x, weight, bias=bias, eps=1e-6, silu=silu)
         with turnout.pin(rms_norm_silu="reference"):
-            expected = turnout.rms_norm_silu(x.double(), weight.double(), bias=bias.double(), eps=1e-6, silu=silu)
+            expected = turnout.rms_norm_silu(
+                x.double(), weight.double(), bias=bias.double(), eps=1e-6, silu=silu
+            )
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps)

@@ -27,12 +27,17 @@ def test_channels_of_every_kind(route, dtype):
         weight = torch.randn(channels, device=CUDA, dtype=dtype)
         for style in ("normalize", "rms_norm"):
             args = (x, weight, None, 1e-6, 1, style, True)
-            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, (channels, style)
+            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, (
+                channels,
+                style,
+            )
 
 
 @formats
 def test_behind_a_cache_and_captured(route):
-    x = torch.randn(1, 96, 2, 30, 52, device=CUDA, dtype=torch.bfloat16).contiguous(memory_format=FORMATS[route])
+    x = torch.randn(1, 96, 2, 30, 52, device=CUDA, dtype=torch.bfloat16).contiguous(
+        memory_format=FORMATS[route]
+    )
     weight, out = torch.randn(96, device=CUDA, dtype=torch.bfloat16), behind_cache(x)
     with turnout.pin(rms_norm_silu_into=route, rms_norm_silu=route):
         expected = turnout.rms_norm_silu(x, weight, eps=1e-12, style="normalize")
@@ -50,18 +55,26 @@ def test_behind_a_cache_and_captured(route):
 def test_unaligned_rows():
     for shift in (0, 1, 2, 4, 8):
         x = torch.randn(8 + 30 * 96, device=CUDA, dtype=torch.bfloat16)[shift : shift + 30 * 96].view(30, 96)
-        out = torch.empty(8 + 30 * 96, device=CUDA, dtype=torch.bfloat16)[shift : shift + 30 * 96].view(30, 96)
+        out = torch.empty(8 + 30 * 96, device=CUDA, dtype=torch.bfloat16)[shift : shift + 30 * 96].view(
+            30, 96
+        )
         args = (x, None, None, out, 1e-6, 1, "rms_norm", True)
-        assert Trial(RMS_NORM_SILU_INTO, args).complaint("close", RMS_NORM_SILU_INTO.routes["rows"].run) is None
+        assert (
+            Trial(RMS_NORM_SILU_INTO, args).complaint("close", RMS_NORM_SILU_INTO.routes["rows"].run) is None
+        )
 
 
 @formats
 def test_more_than_2_31_elements(route):
     """A decode of 96 x 81 x 720 x 1280 has 7.2e9 elements; the last positions must be the right ones."""
-    x = torch.zeros(1, 96, 27, 720, 1280, device=CUDA, dtype=torch.bfloat16).contiguous(memory_format=FORMATS[route])
+    x = torch.zeros(1, 96, 27, 720, 1280, device=CUDA, dtype=torch.bfloat16).contiguous(
+        memory_format=FORMATS[route]
+    )
     x[..., -3:] = torch.randn(1, 96, 27, 720, 3, device=CUDA, dtype=torch.bfloat16)
     with turnout.pin(rms_norm_silu=route):
         found = turnout.rms_norm_silu(x, eps=1e-6)
     tail = x[:, :, -1:, -1:, -8:].float()
-    torch.testing.assert_close(found[:, :, -1:, -1:, -8:].float(), turnout.rms_norm_silu(tail, eps=1e-6), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(
+        found[:, :, -1:, -1:, -8:].float(), turnout.rms_norm_silu(tail, eps=1e-6), rtol=1e-2, atol=1e-2
+    )
     assert not found[:, :, 0, 0, :8].any()

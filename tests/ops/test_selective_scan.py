@@ -46,14 +46,32 @@ def test_the_scan_is_the_recurrence():
 def test_steps_add_up_to_the_scan(dtype, log_rates):
     x, dt, A, B, C, D, z, bias, state = call(dtype=dtype)
     options = {"D": D, "dt_bias": bias, "dt_softplus": True}
-    expected, last = turnout.selective_scan(x, dt, A, B, C, z=z, initial_state=state, return_final_state=True, **options)
+    expected, last = turnout.selective_scan(
+        x, dt, A, B, C, z=z, initial_state=state, return_final_state=True, **options
+    )
     held = state.clone()
     rates = (-A).log() if log_rates else A
     steps = [
-        selective_scan_update(x[..., i], held, dt[..., i], rates, B[..., i], C[..., i], z=z[..., i], log_rates=log_rates, **options)
+        selective_scan_update(
+            x[..., i],
+            held,
+            dt[..., i],
+            rates,
+            B[..., i],
+            C[..., i],
+            z=z[..., i],
+            log_rates=log_rates,
+            **options,
+        )
         for i in range(x.shape[2])
     ]
-    loose = {} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    loose = (
+        {}
+        if dtype is torch.float64
+        else {"rtol": 1e-4, "atol": 1e-5}
+        if dtype is torch.float32
+        else {"rtol": 2e-2, "atol": 2e-2}
+    )
     assert steps[0].dtype is dtype
     assert steps[0].is_contiguous()
     torch.testing.assert_close(torch.stack(steps, -1), expected, **loose)
@@ -61,11 +79,14 @@ def test_steps_add_up_to_the_scan(dtype, log_rates):
 
 
 def test_a_state_of_a_half_type_is_written_as_it_is():
-    x, dt, A, B, C, _, _, _, state = (t[..., 0] if i in (0, 1, 3, 4) else t for i, t in enumerate(call(dtype=torch.bfloat16)))
+    x, dt, A, B, C, _, _, _, state = (
+        t[..., 0] if i in (0, 1, 3, 4) else t for i, t in enumerate(call(dtype=torch.bfloat16))
+    )
     small = state.bfloat16()
     selective_scan_update(x, small, dt.abs(), A, B, C)
     expected = (
-        torch.exp(dt.abs().float()[..., None] * A) * state.bfloat16().float() + (dt.abs() * x.float())[..., None] * B.float()[:, None]
+        torch.exp(dt.abs().float()[..., None] * A) * state.bfloat16().float()
+        + (dt.abs() * x.float())[..., None] * B.float()[:, None]
     )
     assert small.dtype is torch.bfloat16
     torch.testing.assert_close(small.float(), expected, rtol=2e-2, atol=2e-2)
@@ -77,14 +98,21 @@ def test_a_state_of_a_half_type_is_written_as_it_is():
         ({"x": torch.ones(2, 6, 1)}, r"x is \[2, 6, 1\], it needs to be \[batch, channels\]"),
         ({"A": torch.ones(5, 4)}, r"A is \[5, 4\], it needs to be \[channels, states\] with 6 channels"),
         ({"B": torch.ones(2, 3)}, r"B is \[2, 3\], it needs to be \[2, 4\]"),
-        ({"state": torch.ones(2, 6, 4, dtype=torch.int32)}, "state is int32, it needs a floating-point dtype"),
+        (
+            {"state": torch.ones(2, 6, 4, dtype=torch.int32)},
+            "state is int32, it needs a floating-point dtype",
+        ),
         ({"z": torch.ones(2, 6, device="meta")}, "z is on meta, it needs x's device cpu"),
     ],
 )
 def test_what_does_not_fit_is_named(changed, said):
     given = {
-        "x": torch.ones(2, 6), "state": torch.ones(2, 6, 4), "dt": torch.ones(2, 6), "A": -torch.ones(6, 4), "B": torch.ones(2, 4),
+        "x": torch.ones(2, 6),
+        "state": torch.ones(2, 6, 4),
+        "dt": torch.ones(2, 6),
+        "A": -torch.ones(6, 4),
+        "B": torch.ones(2, 4),
         "C": torch.ones(2, 4),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=said):
         selective_scan_update(**(given | changed))

@@ -1,4 +1,6 @@
-"""spatial_norm_silu on a CPU, where the reference runs: what it means, gradients, which calls a route takes on a card."""
+"""spatial_norm_silu on a CPU, where the reference runs: what it means, gradients, which calls a route takes
+on a card.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def test_is_diffusers_spatial_norm(sizes, small, first_apart):
     x, scale, shift = (torch.randn(2, 6, *size, dtype=torch.float64) for size in (sizes, small, small))
     weight, bias = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     for silu in (True, False):
-        y = turnout.spatial_norm_silu(x, 3, weight, bias, scale, shift, eps=1e-6, silu=silu, first_apart=first_apart)
+        y = turnout.spatial_norm_silu(
+            x, 3, weight, bias, scale, shift, eps=1e-6, silu=silu, first_apart=first_apart
+        )
         expected = eager(x, 3, weight, bias, scale, shift, 1e-6, silu, first_apart)
         torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
 
@@ -47,7 +51,10 @@ def test_the_result_has_the_dtype_and_format_of_x(dtype):
 
 
 def test_gradients():
-    x, scale, shift = (torch.randn(1, 4, *s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 2), (2, 1, 2), (2, 1, 2)))
+    x, scale, shift = (
+        torch.randn(1, 4, *s, dtype=torch.float64, requires_grad=True)
+        for s in ((3, 2, 2), (2, 1, 2), (2, 1, 2))
+    )
     weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
 
     def norm(x, weight, scale, shift):
@@ -81,9 +88,21 @@ def test_cogvideox_takes_the_route_on_a_card():
     x = torch.empty(1, 128, 9, 480, 720, **bf16).contiguous(memory_format=LAST)
     small, weight = torch.empty(1, 128, 3, 60, 90, **bf16), torch.empty(128, **bf16)
     for given in (small, small.contiguous(memory_format=LAST)):
-        verdict = turnout.explain(turnout.spatial_norm_silu, x, 32, weight, weight, given, given, first_apart=True, device="h200")
+        verdict = turnout.explain(
+            turnout.spatial_norm_silu, x, 32, weight, weight, given, given, first_apart=True, device="h200"
+        )
         assert verdict.chosen == "gapped-rows"
-    verdict = turnout.explain(turnout.spatial_norm_silu, x.contiguous(), 32, weight, weight, small, small, first_apart=True, device="h200")
+    verdict = turnout.explain(
+        turnout.spatial_norm_silu,
+        x.contiguous(),
+        32,
+        weight,
+        weight,
+        small,
+        small,
+        first_apart=True,
+        device="h200",
+    )
     assert "side by side" in verdict.refused["gapped-rows"][0]
 
 
@@ -91,7 +110,9 @@ def test_the_plan_divides_by_how_often_values_are_repeated():
     strides = (128 * 9 * 32, 1, 128 * 32, 128 * 8, 128)
     small = (128 * 3 * 4, 1, 128 * 4, 128 * 2, 128)
     shapes = ((1, 128, 9, 4, 8), (1, 128, 3, 2, 2))
-    plan = spatial_plan(shapes[0], strides, strides, 32, 2, 0, shapes[1], small, small, True, 132, 64, 32, 2, 2, 6)
+    plan = spatial_plan(
+        shapes[0], strides, strides, 32, 2, 0, shapes[1], small, small, True, 132, 64, 32, 2, 2, 6
+    )
     *_, apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift = plan.apply[2]
     assert (apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift) == (1, 2**31, 2, 2**31, 1, 2**31, 2)
     assert (plan.moments[3]["U"], plan.apply[3]["U"]) == (4, 2)
@@ -103,12 +124,27 @@ X, SMALL = torch.zeros(2, 4, 6), torch.zeros(2, 4, 3)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: turnout.spatial_norm_silu(X[..., 0], 2, None, None, SMALL, SMALL), r"it needs to be \[B, C, W\]"),
+        (
+            lambda: turnout.spatial_norm_silu(X[..., 0], 2, None, None, SMALL, SMALL),
+            r"it needs to be \[B, C, W\]",
+        ),
         (lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL, SMALL[:1]), "shift is"),
-        (lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL.int(), SMALL), "scale is .* floating-point"),
-        (lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL[:1], SMALL[:1]), "or smaller behind the channels"),
-        (lambda: turnout.spatial_norm_silu(X[..., :5], 2, None, None, SMALL, SMALL), "scale has 3 positions along dimension 2 and x has 5"),
-        (lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL, SMALL, first_apart=True), "after the first"),
+        (
+            lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL.int(), SMALL),
+            "scale is .* floating-point",
+        ),
+        (
+            lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL[:1], SMALL[:1]),
+            "or smaller behind the channels",
+        ),
+        (
+            lambda: turnout.spatial_norm_silu(X[..., :5], 2, None, None, SMALL, SMALL),
+            "scale has 3 positions along dimension 2 and x has 5",
+        ),
+        (
+            lambda: turnout.spatial_norm_silu(X, 2, None, None, SMALL, SMALL, first_apart=True),
+            "after the first",
+        ),
         (lambda: turnout.spatial_norm_silu(SMALL, 2, None, None, X, X), "scale has 6 positions"),
     ],
 )
@@ -119,5 +155,7 @@ def test_what_does_not_fit_together_raises(call, message):
 
 def test_values_are_repeated_as_nearest_neighbours_are():
     scale = torch.arange(6.0).view(1, 1, 2, 3)
-    y = turnout.spatial_norm_silu(torch.zeros(1, 1, 4, 9), 1, None, None, torch.ones_like(scale), scale, silu=False)
+    y = turnout.spatial_norm_silu(
+        torch.zeros(1, 1, 4, 9), 1, None, None, torch.ones_like(scale), scale, silu=False
+    )
     assert torch.equal(y, F.interpolate(scale, size=(4, 9)))

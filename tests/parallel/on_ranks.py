@@ -57,7 +57,11 @@ def refused_everywhere(mesh):
             said.append("nothing")
 
     ranks = mesh.size()
-    refused(lambda: turnout.distribute(vae, DeviceMesh("cpu", torch.arange(ranks).view(ranks, 1), mesh_dim_names=("a", "b"))))
+    refused(
+        lambda: turnout.distribute(
+            vae, DeviceMesh("cpu", torch.arange(ranks).view(ranks, 1), mesh_dim_names=("a", "b"))
+        )
+    )
     refused(lambda: turnout.distribute(torch.nn.Linear(2, 2), mesh))
     vae.enable_tiling()
     refused(lambda: turnout.distribute(vae, mesh))
@@ -118,7 +122,9 @@ def one_raises(mesh):
 
 @torch.no_grad()
 def one_is_lost(mesh, how):
-    """The first rank, which holds the store of the process group, goes on; the last is killed, or does not answer."""
+    """The first rank, which holds the store of the process group, goes on; the last is killed, or does not
+    answer.
+    """
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
     turnout.distribute(vae, mesh, timeout=10)
     vae.decode(z)

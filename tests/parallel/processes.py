@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(function, ranks, *args, timeout=240):
-    """`function(mesh, *args)` in `ranks` processes, and what each returned or raised (as text); None for one that
-    left without a word. It is found again by its module and name."""
+    """`function(mesh, *args)` in `ranks` processes, and what each returned or raised (as text); None for one
+    that left without a word. It is found again by its module and name."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -23,9 +23,13 @@ def run_ranks(function, ranks, *args, timeout=240):
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        }  # fmt: skip
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        }
         outputs = [Path(folder, f"output-{rank}") for rank in range(ranks)]
         command = [sys.executable, "-m", "tests.parallel.processes", str(call)]
         started = [

@@ -24,7 +24,9 @@ def attended(ranks, axis, height, width, calls):
         return found, sum(run is None for run in queries.runs.values())
 
     results = Lockstep(ranks).run(run)
-    return [torch.cat(parts, axis - 1) for parts in zip(*(found for found, _ in results), strict=True)], [n for _, n in results]
+    return [torch.cat(parts, axis - 1) for parts in zip(*(found for found, _ in results), strict=True)], [
+        n for _, n in results
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -32,9 +34,16 @@ def attended(ranks, axis, height, width, calls):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_own_rows_have_the_bits_of_all(dtype, axis, ranks):
-    """Frames whose pixels end in a block of one to three rows of torch's kernel, and others; several frames and heads."""
+    """Frames whose pixels end in a block of one to three rows of torch's kernel, and others; several frames
+    and heads.
+    """
     torch.manual_seed(0)
-    for height, width, frames, heads, channels in ((10, 10, 1, 1, 16), (9, 11, 2, 2, 32), (14, 14, 1, 1, 64), (29, 31, 1, 1, 64)):
+    for height, width, frames, heads, channels in (
+        (10, 10, 1, 1, 16),
+        (9, 11, 2, 2, 32),
+        (14, 14, 1, 1, 64),
+        (29, 31, 1, 1, 64),
+    ):
         shape = (1, heads, frames * height * width, channels)
         q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
         causal = (q[:, :, : height * width], k, v)  # one frame's queries, all frames' keys

@@ -29,7 +29,9 @@ def test_decode_gives_the_bits_of_one_process(case):
     assert torch.equal(vae.decode(z).sample, alone)  # and from then on each rank computes its part
 
 
-@pytest.mark.parametrize("case", list(cases({name: [shape] for name, shape in CLIPS.items()}, pixels=16)), ids=said)
+@pytest.mark.parametrize(
+    "case", list(cases({name: [shape] for name, shape in CLIPS.items()}, pixels=16)), ids=said
+)
 @torch.no_grad()
 def test_encode_gives_the_bits_of_one_process(case):
     name, shape, ranks, split, dtype, fast = case
@@ -51,7 +53,9 @@ def test_stream_gives_the_bits_of_one_process(name, fast):
     turnout.distribute(vae, Lockstep(3), split="width")
     stream = DecodeStream(vae)
     for _ in range(2):
-        assert all(torch.equal(stream.decode(part), frames) for part, frames in zip(parts, alone, strict=True))
+        assert all(
+            torch.equal(stream.decode(part), frames) for part, frames in zip(parts, alone, strict=True)
+        )
         stream.reset()
 
 
@@ -167,7 +171,9 @@ def test_large_frames_in_rings_give_the_bits_of_one_process(monkeypatch, split):
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 5, 5, 6, dtype=torch.bfloat16)
     used = []
     convolve = frames.Ring.convolve
-    monkeypatch.setattr(frames.Ring, "convolve", lambda self, *args: used.append(self.margins) or convolve(self, *args))
+    monkeypatch.setattr(
+        frames.Ring, "convolve", lambda self, *args: used.append(self.margins) or convolve(self, *args)
+    )
     alone = vae.decode(z).sample
     turnout.distribute(vae, Lockstep(3), split=split)
     for _ in range(2):
@@ -219,7 +225,10 @@ def test_odd_pixels_and_too_many_ranks_are_refused():
     distribute(vae, Lockstep(4))
     with torch.no_grad(), pytest.raises(ValueError, match="height 3 and width 2 for 4 ranks"):
         vae.decode(random(1, 4, 1, 3, 2, dtype=torch.bfloat16))
-    with torch.no_grad(), pytest.raises(ValueError, match=r"width 36 for 4 ranks; each needs .* in multiples of 8"):
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"width 36 for 4 ranks; each needs .* in multiples of 8"),
+    ):
         vae.encode(random(1, 3, 1, 36, 36, dtype=torch.bfloat16))
 
 

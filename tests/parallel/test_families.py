@@ -1,4 +1,6 @@
-"""The VAEs with group norms, and LTX's: decode and encode have the bits of one process, in parts as far as they go."""
+"""The VAEs with group norms, and LTX's: decode and encode have the bits of one process, in parts as far as
+they go.
+"""
 
 import contextlib
 
@@ -21,7 +23,7 @@ LATENTS = {
     "cogvideox": [(1, 4, 3, 8, 9)],
     "ltx": [(1, 4, 2, 8, 9)],
     "ltx2": [(1, 4, 2, 9, 8)],
-}  # fmt: skip
+}
 FRAMES = {"hunyuan": (5,), "cogvideox": (5,), "ltx": (5,), "ltx2": (9,)}
 
 
@@ -71,8 +73,8 @@ def test_encode_gives_the_bits_of_one_process(case, norms):
 @pytest.mark.parametrize("name", ["flux-vae", "hunyuan", "cogvideox"])
 @torch.no_grad()
 def test_one_step_alone_is_computed_whole(name):
-    """The attention, or torch's own SiLU behind CogVideoX's last norm. Of 70 rows of latents, which are 35 blocks, parts
-    begin at even ones."""
+    """The attention, or torch's own SiLU behind CogVideoX's last norm. Of 70 rows of latents, which are 35
+    blocks, parts begin at even ones."""
     pytest.importorskip("numba")
     vae = model(name, torch.bfloat16, fast=True)
     z = random(1, 4, *((3,) if name in FRAMES else ()), 70, 4, dtype=torch.bfloat16)
@@ -113,9 +115,13 @@ def test_a_middle_block_that_is_not_bare_is_computed_whole():
 
 def test_noise_inside_a_decoder_is_refused():
     vae = AutoencoderKLLTXVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5, decoder_inject_noise=(True,) * 5,
-    )  # fmt: skip
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        decoder_inject_noise=(True,) * 5,
+    )
     with pytest.raises(ValueError, match="adds noise, which ranks would draw for themselves"):
         turnout.distribute(vae, Lockstep(2))
 

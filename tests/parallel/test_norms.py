@@ -1,4 +1,6 @@
-"""Group norms of a split model have the bits of the whole, and send sums where the whole call takes sums of blocks."""
+"""Group norms of a split model have the bits of the whole, and send sums where the whole call takes sums of
+blocks.
+"""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""What every op returns on a CPU, by every route, may be written in place, and arguments keep their storages."""
+"""Outputs of every op and route on a CPU may be written in place, and arguments keep their storages."""
 
 import pytest
 import torch
@@ -91,7 +91,10 @@ def test_results_of_public_functions_are_written_in_place(call):
             sum(change(y).square().sum() for y in results).backward()
             return [x.grad for value in kwargs.values() for x in tensors_in(value) if x.requires_grad]
 
-        if (call, name) == (("attention", 0), REFERENCE):  # torch's fused attention needs its output for backward
+        if (call, name) == (
+            ("attention", 0),
+            REFERENCE,
+        ):  # torch's fused attention needs its output for backward
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 total(lambda y: torch.relu_(y.mul_(2)))
             continue

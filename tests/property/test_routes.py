@@ -1,4 +1,7 @@
-"""Guard silent => equals the reference. Sums of small integers are exact, so equal means equal; fresh memory is poisoned with NaN."""
+"""Guard silent => equals the reference.
+
+Sums of small integers are exact, so equal means equal; fresh memory is poisoned with NaN.
+"""
 
 import functools
 

@@ -19,9 +19,21 @@ def pyright(folder: Path, text: str) -> list[str]:
     (folder / "user.py").write_text(text)
     settings = {"include": ["user.py"], "typeCheckingMode": "strict", "extraPaths": [str(ROOT / "src")]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
-    words = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
+    words = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--outputjson",
+        "--pythonpath",
+        sys.executable,
+        "-p",
+        str(folder),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    return [f"{found['range']['start']['line'] + 1}: {found['message']}" for found in json.loads(done.stdout)["generalDiagnostics"]]
+    return [
+        f"{found['range']['start']['line'] + 1}: {found['message']}"
+        for found in json.loads(done.stdout)["generalDiagnostics"]
+    ]
 
 
 def test_a_users_file_passes_in_strict_mode(tmp_path):
@@ -41,7 +53,9 @@ def test_a_mistake_of_a_user_is_found(tmp_path):
     ]
     wrong = {int(said.split(":")[0]) for said in pyright(tmp_path, "\n".join(lines) + "\n")}
     assert {3, 4, 5, 6, 8} <= wrong
-    assert 7 not in {int(said.split(":")[0]) for said in pyright(tmp_path, "\n".join(lines[:7]) + "\n") if "shape" in said}
+    assert 7 not in {
+        int(said.split(":")[0]) for said in pyright(tmp_path, "\n".join(lines[:7]) + "\n") if "shape" in said
+    }
 
 
 @pytest.mark.parametrize("name", turnout.__all__)

@@ -1,7 +1,8 @@
-"""What is chosen on the cards people own, by the names they type; and what is chosen for every case on an H200.
+"""What is chosen on the cards people own, by the names they type; and what is chosen for every case on an
+H200.
 
-The golden files say what was chosen when they were written. `TURNOUT_GOLDEN=write` writes them anew: look at what
-has changed before you commit it.
+The golden files say what was chosen when they were written. `TURNOUT_GOLDEN=write` writes them anew: look at
+what has changed before you commit it.
 """
 
 import os
@@ -37,24 +38,34 @@ def empty(*shape, dtype=BF16, **options):
 
 
 def last(*shape, dtype=BF16):
-    return empty(*shape, dtype=dtype).to(memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d)
+    return empty(*shape, dtype=dtype).to(
+        memory_format=torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    )
 
 
 CALLS = {
-    "conv2d 128->128": ("conv2d", (last(1, 128, 1024, 1024), last(128, 128, 3, 3), empty(128)), {"padding": 1}),
+    "conv2d 128->128": (
+        "conv2d",
+        (last(1, 128, 1024, 1024), last(128, 128, 3, 3), empty(128)),
+        {"padding": 1},
+    ),
     "conv2d 128->3": ("conv2d", (last(1, 128, 1024, 1024), last(3, 128, 3, 3), empty(3)), {"padding": 1}),
     "conv2d 3->128": ("conv2d", (last(1, 3, 1024, 1024), last(128, 3, 3, 3), empty(128)), {"padding": 1}),
     "conv3d 96->96": ("conv3d", (last(1, 96, 4, 480, 832), last(96, 96, 3, 3, 3), empty(96)), {"padding": 1}),
     "attention 512": ("attention", tuple(empty(1, 1, 4096, 512) for _ in range(3)), {}),
     "attention 128": ("attention", tuple(empty(1, 24, 4608, 128) for _ in range(3)), {}),
-    "group_norm_silu": ("group_norm_silu", (last(1, 512, 256, 256), 32, empty(512), empty(512)), {"eps": 1e-6}),
+    "group_norm_silu": (
+        "group_norm_silu",
+        (last(1, 512, 256, 256), 32, empty(512), empty(512)),
+        {"eps": 1e-6},
+    ),
     "dot": ("dot", (empty(50_000_000), empty(50_000_000)), {}),
 }
 
 
 def golden(file, lines):
-    """Compare lines with those that were kept. A row may be missing or of other kernels: that is `doctor`'s to say, and
-    what was measured then is not compared with what is estimated now."""
+    """Compare lines with those that were kept. A row may be missing or of other kernels: that is `doctor`'s
+    to say, and what was measured then is not compared with what is estimated now."""
     path = HERE / file
     if os.environ.get("TURNOUT_GOLDEN") == "write":
         path.write_text("\n".join(lines) + "\n")
@@ -106,7 +117,11 @@ def test_an_h100_takes_what_was_measured_on_its_sibling():
 
 
 def test_unknown_cards_list_the_known():
-    with pytest.raises(ValueError, match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? One of: .*4090.*mi300x"):
+    with pytest.raises(
+        ValueError,
+        match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? "
+        r"One of: .*4090.*mi300x",
+    ):
         Device.named("rtx-9090")
     assert all(device.flops and device.bandwidth.source for device in known_cards())
 
@@ -117,7 +132,9 @@ def test_older_versions_are_refused_with_what_is_needed(package, version, monkey
         monkeypatch.setattr(torch, "__version__", version)
     else:
         monkeypatch.setattr(versions, "triton", lambda: version)
-    with pytest.raises(ImportError, match=rf"{package} {version} is installed, {package} \d\.\d+ or newer is needed"):
+    with pytest.raises(
+        ImportError, match=rf"{package} {version} is installed, {package} \d\.\d+ or newer is needed"
+    ):
         versions.refuse_unsupported()
 
 
@@ -130,7 +147,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_a_triton_that_compiles_nothing_is_known_before_the_first_call(fresh, monkeypatch):
-    """One small kernel is compiled once; the routes then refuse, on this day and the next, without a warning."""
+    """One small kernel is compiled as a probe; where that fails, routes refuse, and there is no warning."""
     from dataclasses import replace
 
     pytest.importorskip("triton")

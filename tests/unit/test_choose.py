@@ -18,7 +18,12 @@ class Size(NamedTuple):
 
 def route(name, cost, numerics="close", refuses=lambda problem, device: ()):
     return SimpleNamespace(
-        name=name, refuses=refuses, cost=lambda p, d: cost, numerics=numerics, version=1, configs=lambda p, d: ({"block": 8}, {"block": 16})
+        name=name,
+        refuses=refuses,
+        cost=lambda p, d: cost,
+        numerics=numerics,
+        version=1,
+        configs=lambda p, d: ({"block": 8}, {"block": 16}),
     )
 
 
@@ -67,7 +72,9 @@ def test_measured_here_beats_shipped_beats_model():
 
 
 def test_measured_ties_go_to_the_reference():
-    assert picked(op(route("a", 1e-6)), Size(1), CPU, measured=[("measured here", measured(a=9.9, reference=10))]) == (
+    assert picked(
+        op(route("a", 1e-6)), Size(1), CPU, measured=[("measured here", measured(a=9.9, reference=10))]
+    ) == (
         "reference",
         "measured here",
     )
@@ -75,7 +82,10 @@ def test_measured_ties_go_to_the_reference():
 
 def test_a_refused_route_is_not_taken_though_measured_the_next_is():
     toy = op(route("a", 1e-6, refuses=lambda p, d: ["no, this route needs yes"]), route("b", 2e-6))
-    assert picked(toy, Size(1), CPU, measured=[("measured here", measured(a=1, b=5, reference=10))]) == ("b", "measured here")
+    assert picked(toy, Size(1), CPU, measured=[("measured here", measured(a=1, b=5, reference=10))]) == (
+        "b",
+        "measured here",
+    )
 
 
 def test_the_configuration_comes_with_the_measurement_or_first():
@@ -86,11 +96,17 @@ def test_the_configuration_comes_with_the_measurement_or_first():
 
 
 def test_pin_beats_everything_and_raises_with_all_reasons_when_refused():
-    toy = op(route("a", 1e-6), route("b", 99e-6), route("c", 1e-6, refuses=lambda p, d: ["x, this route needs y", "z, this route needs w"]))
+    toy = op(
+        route("a", 1e-6),
+        route("b", 99e-6),
+        route("c", 1e-6, refuses=lambda p, d: ["x, this route needs y", "z, this route needs w"]),
+    )
     shipped = ("measured, shipped", measured(a=1, b=99, reference=10))
     assert picked(toy, Size(1), CPU, pin="b", measured=[shipped]) == ("b", "pin")
     assert picked(toy, Size(1), CPU, pin="reference", measured=[shipped]) == ("reference", "pin")
-    with pytest.raises(Refused, match=r"pinned to 'c', which refuses n=7: x, this route needs y; z, this route needs w"):
+    with pytest.raises(
+        Refused, match=r"pinned to 'c', which refuses n=7: x, this route needs y; z, this route needs w"
+    ):
         choose(toy, Size(7), CPU, pin="c")
 
 
@@ -113,7 +129,13 @@ def test_what_failed_is_refused():
 def test_overhead_counts_against_routes_only():
     assert picked(op(route("a", 5e-6)), Size(1), CPU, overhead=6e-6) == ("reference", "model")
     assert (
-        picked(op(route("a", 5e-6)), Size(1), CPU, overhead=6e-6, measured=[("measured here", measured(a=5, reference=10))])[0]
+        picked(
+            op(route("a", 5e-6)),
+            Size(1),
+            CPU,
+            overhead=6e-6,
+            measured=[("measured here", measured(a=5, reference=10))],
+        )[0]
         == "reference"
     )
 

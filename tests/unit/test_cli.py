@@ -14,7 +14,9 @@ from turnout.cli import app
 
 
 def turnout(*words, code=0):
-    done = subprocess.run([sys.executable, "-m", "turnout", *words], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "turnout", *words], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr + done.stdout
 
@@ -32,7 +34,9 @@ def test_help_has_examples():
 
 
 def test_explain_for_a_card_that_is_not_here():
-    said = turnout("explain", "matmul", "--a", "1,50000000", "--b", "50000000,1", "--dtype", "bf16", "--device", "h200")
+    said = turnout(
+        "explain", "matmul", "--a", "1,50000000", "--b", "50000000,1", "--dtype", "bf16", "--device", "h200"
+    )
     assert "NVIDIA H200" in said
     assert "two-stage" in said
     told = json.loads(turnout("explain", "dot", "--a=3", "--b=3", "--device", "a100", "--json"))
@@ -52,7 +56,9 @@ def test_explain_takes_words_flags_and_other_dtypes():
         "--return_final_states",
         "true",
     )
-    told = json.loads(turnout("explain", "causal_conv1d", *words, "--dtype", "bf16", "--device", "h200", "--json"))
+    told = json.loads(
+        turnout("explain", "causal_conv1d", *words, "--dtype", "bf16", "--device", "h200", "--json")
+    )
     assert told["problem"]["weight_dtype"] == "float32"
     assert told["problem"]["activation"] == "silu"
     assert told["problem"]["seq_idx"] is True
@@ -69,17 +75,30 @@ def test_explain_takes_words_flags_and_other_dtypes():
     ],
 )
 def test_explain_takes_layouts(words, layouts):
-    told = json.loads(in_process("explain", "conv2d", "--input=1,8,16,16", "--weight=8,8,3,3", *words, "--json"))
+    told = json.loads(
+        in_process("explain", "conv2d", "--input=1,8,16,16", "--weight=8,8,3,3", *words, "--json")
+    )
     assert (told["problem"]["input_strides"], told["problem"]["weight_strides"]) == layouts
 
 
 def test_explain_takes_floats_and_none():
-    words = ("explain", "rms_norm_silu", "--x=1,8,4,4", "--weight=None", "--eps=1e-6", "--silu=False", "--json")
+    words = (
+        "explain",
+        "rms_norm_silu",
+        "--x=1,8,4,4",
+        "--weight=None",
+        "--eps=1e-6",
+        "--silu=False",
+        "--json",
+    )
     told = json.loads(in_process(*words))
     assert told["problem"]["weight_dtype"] is None
     assert told["problem"]["silu"] is False
     qkv = [f"--{name}=1,2,8,16" for name in "qkv"]
-    assert json.loads(in_process("explain", "attention", *qkv, "--scale=0.25", "--mask=none", "--json"))["op"] == "attention"
+    assert (
+        json.loads(in_process("explain", "attention", *qkv, "--scale=0.25", "--mask=none", "--json"))["op"]
+        == "attention"
+    )
 
 
 def test_explain_takes_every_public_call():
@@ -97,7 +116,10 @@ def test_explain_takes_every_public_call():
 MISTAKES = [
     (("explain", "zzz"), "op 'zzz' is not known; one of:"),
     (("explain", "atention"), "op 'atention' is not known; did you mean attention? One of:"),
-    (("explain", "dot", "--a", "3"), "missing a required argument: 'b'; it takes a, b: turnout explain dot --a"),
+    (
+        ("explain", "dot", "--a", "3"),
+        "missing a required argument: 'b'; it takes a, b: turnout explain dot --a",
+    ),
     (("explain", "dot", "--a", "x", "--b", "3"), "--a x: shapes are whole numbers with commas"),
     (("explain", "dot", "--a", "3:bf17", "--b", "3"), "dtype 'bf17' is not known; did you mean bf16?"),
     (("explain", "dot", "--a", "3", "--b", "4"), "dot: inconsistent tensor size"),
@@ -106,15 +128,30 @@ MISTAKES = [
     (("explain", "dot", "--c", "3"), "dot has no argument c; one of: a, b"),
     (("explain", "conv2d", "--wieght", "3"), "conv2d has no argument wieght; did you mean weight?"),
     (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,9,3,3"), "conv2d: "),
-    (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--layout", "nhwc"), "'nhwc' is not known"),
-    (("explain", "conv2d", "--input", "8,4,4:channels-last", "--weight", "8,8,3,3"), "needs four or five dimensions"),
+    (
+        ("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--layout", "nhwc"),
+        "'nhwc' is not known",
+    ),
+    (
+        ("explain", "conv2d", "--input", "8,4,4:channels-last", "--weight", "8,8,3,3"),
+        "needs four or five dimensions",
+    ),
     (("explain", "dot", "--a", "3:strides=1,2", "--b", "3"), "2 strides for a shape of 1 sizes"),
-    (("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--groups", "1,2"), "it takes int, not several"),
+    (
+        ("explain", "conv2d", "--input", "1,8,4,4", "--weight", "8,8,3,3", "--groups", "1,2"),
+        "it takes int, not several",
+    ),
     (("explain", "rms_norm_silu", "--x", "1,8", "--eps", "small"), "--eps small: it takes a number"),
     (("explain", "rms_norm_silu", "--x", "1,8", "--eps", "1", "--silu", "maybe"), "neither true nor false"),
     (("explain", "dot", "--a", "3", "--b", "3", "--dtype", "bf17"), "dtype 'bf17' is not known"),
-    (("explain", "dot", "--a", "3", "--b", "3", "--device", "h20"), "device 'h20' is not known; did you mean nvidia-h200?"),
-    (("explain", "dot", "--a", "3", "--b", "3", "--device", "rtx 4900"), "did you mean nvidia-geforce-rtx-4090?"),
+    (
+        ("explain", "dot", "--a", "3", "--b", "3", "--device", "h20"),
+        "device 'h20' is not known; did you mean nvidia-h200?",
+    ),
+    (
+        ("explain", "dot", "--a", "3", "--b", "3", "--device", "rtx 4900"),
+        "did you mean nvidia-geforce-rtx-4090?",
+    ),
     (("explain", "dot", "3"), "cannot be read"),
     (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"),
     (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
@@ -152,18 +189,24 @@ def test_a_pin_of_a_route_that_is_not_known(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ("bench", "dot", "--out", "FILE/rows"), ("bench", "dot", "--roofline", "FILE/roof.png"),
-        ("bench", "dot", "--roofline", "FOLDER"), ("bench", "dot", "--tune", "--export", "FILE/table.json"),
-        ("tune", "dot", "--export", "FILE/table.json"), ("tune", "dot", "--export", "FOLDER"),
+        ("bench", "dot", "--out", "FILE/rows"),
+        ("bench", "dot", "--roofline", "FILE/roof.png"),
+        ("bench", "dot", "--roofline", "FOLDER"),
+        ("bench", "dot", "--tune", "--export", "FILE/table.json"),
+        ("tune", "dot", "--export", "FILE/table.json"),
+        ("tune", "dot", "--export", "FOLDER"),
     ],
-)  # fmt: skip
+)
 def test_paths_are_checked_before_anything_is_measured(words, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     measured = pytest.fail
     monkeypatch.setattr("turnout.bench.sweep.ceilings", lambda *_: measured("it measured"))
     monkeypatch.setattr(package, "tune", lambda *_, **__: measured("it measured"))
     places = {"FILE": str(tmp_path / "file"), "FOLDER": str(tmp_path)}
-    words = [functools.reduce(lambda word, place: word.replace(place, places[place]), places, word) for word in words]
+    words = [
+        functools.reduce(lambda word, place: word.replace(place, places[place]), places, word)
+        for word in words
+    ]
     run = CliRunner().invoke(app, words)
     assert run.exit_code == 2, run.output
     assert words[-2] in run.stderr
@@ -184,7 +227,9 @@ def test_a_package_that_is_missing_is_one_line_with_its_extra(monkeypatch, tmp_p
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = CliRunner().invoke(app, ["bench", "dot", "--roofline", str(tmp_path / "roof.png")])
     assert run.exit_code == 2
-    assert run.stderr == "error: matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'\n"
+    assert (
+        run.stderr == "error: matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +238,11 @@ def test_a_package_that_is_missing_is_one_line_with_its_extra(monkeypatch, tmp_p
         (KeyboardInterrupt(), 130, "interrupted"),
         (PermissionError(13, "Permission denied", "/a/[b]"), 2, "error: /a/[b]: Permission denied"),
         (OSError("disk [full]"), 2, "error: disk [full]"),
-        (ModuleNotFoundError("No module named 'x'", name="x"), 2, "error: the package x is not installed; pip install x"),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            2,
+            "error: the package x is not installed; pip install x",
+        ),
         (RuntimeError("[red]two\nlines[/red]"), 2, "error: [red]two lines[/red]"),
     ],
 )
@@ -275,7 +324,9 @@ def test_bench_replaces_rows_of_the_same_cases_and_leaves_others(tmp_path):
     turnout(*words, "--only", "K=16 ", "--missing")  # were measured just now
     after = rows.read_text().splitlines()
     assert [json.loads(line)["case"] for line in after] == [json.loads(line)["case"] for line in before]
-    assert [line == old for line, old in zip(after, before, strict=True)] == [json.loads(line)["dtype"] != "float32" for line in after]
+    assert [line == old for line, old in zip(after, before, strict=True)] == [
+        json.loads(line)["dtype"] != "float32" for line in after
+    ]
     assert all("commit" in json.loads(line) for line in after)
 
 
@@ -286,7 +337,20 @@ def test_tune_and_export(tmp_path):
 
 
 def test_tune_what_a_model_calls(tmp_path):
-    words = ("tune", "conv2d", "--race", "flux-vae", "--size", "tiny", "--dtype", "fp32", "--budget", "1", "--device", "cpu")
+    words = (
+        "tune",
+        "conv2d",
+        "--race",
+        "flux-vae",
+        "--size",
+        "tiny",
+        "--dtype",
+        "fp32",
+        "--budget",
+        "1",
+        "--device",
+        "cpu",
+    )
     told = turnout(*words, "--export", str(tmp_path / "t.json"))
     assert "input 1x4x16x16, weight 32x4x3x3, float32" in told
     assert {row["op"] for row in json.loads((tmp_path / "t.json").read_text())["rows"]} == {"conv2d"}
@@ -307,6 +371,8 @@ def test_the_small_calls_of_bench_router_are_cases():
 
 
 def test_missing_cases_of_a_card_that_is_not_here_are_listed():
-    told = json.loads(turnout("bench", "dot", "inner", "--missing", "--device", "4090", "--only", "bfloat16", "--json"))
+    told = json.loads(
+        turnout("bench", "dot", "inner", "--missing", "--device", "4090", "--only", "bfloat16", "--json")
+    )
     assert {row["op"] for row in told} == {"dot", "inner"}
     assert all("bfloat16" in row["case"] and "tiny" not in row["case"] for row in told)

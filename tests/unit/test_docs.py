@@ -16,7 +16,9 @@ FUNCTIONS = [name for name in turnout.__all__ if inspect.isfunction(getattr(turn
 def test_example_runs(name):
     function = getattr(turnout, name)
     assert function.__name__ == name
-    parsed = doctest.DocTestParser().get_doctest(inspect.getdoc(function), {"torch": torch, "turnout": turnout}, name, None, 0)
+    parsed = doctest.DocTestParser().get_doctest(
+        inspect.getdoc(function), {"torch": torch, "turnout": turnout}, name, None, 0
+    )
     assert parsed.examples
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(parsed).failed == 0
 

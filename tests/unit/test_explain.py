@@ -14,9 +14,13 @@ def _no_tables(monkeypatch, tmp_path):
 
 
 def test_golden_text_for_a_card_that_is_not_here():
-    a, b = torch.empty(1, 50_000_000, dtype=torch.bfloat16, device="meta"), torch.empty(50_000_000, 1, dtype=torch.bfloat16, device="meta")
+    a, b = (
+        torch.empty(1, 50_000_000, dtype=torch.bfloat16, device="meta"),
+        torch.empty(50_000_000, 1, dtype=torch.bfloat16, device="meta"),
+    )
     assert str(turnout.explain("matmul", a, b, device="h200")) == (
-        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1], a_dtype=bfloat16, b_dtype=bfloat16)\n"
+        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1], "
+        "a_dtype=bfloat16, b_dtype=bfloat16)\n"
         "  on      NVIDIA H200\n"
         "  chosen  two-stage, by model: estimated 3.98x the reference\n"
         "  config  block=2048, warps=4, waves=8\n"
@@ -29,7 +33,9 @@ def test_golden_text_for_a_card_that_is_not_here():
 
 
 def test_golden_reasons():
-    found = turnout.explain("matmul", torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 5, dtype=torch.float64))
+    found = turnout.explain(
+        "matmul", torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 5, dtype=torch.float64)
+    )
     assert found.chosen == "reference"
     assert found.authority == "reference"
     assert found.why == "no other route can take this call"
@@ -44,7 +50,14 @@ def test_json_says_the_same():
     found = turnout.explain("dot", torch.ones(3), torch.ones(3))
     told = json.loads(found.json())
     assert told["chosen"] == found.chosen
-    assert told["problem"] == {"a": [3], "b": [3], "a_strides": [1], "b_strides": [1], "a_dtype": "float32", "b_dtype": "float32"}
+    assert told["problem"] == {
+        "a": [3],
+        "b": [3],
+        "a_strides": [1],
+        "b_strides": [1],
+        "a_dtype": "float32",
+        "b_dtype": "float32",
+    }
     assert told["refused"] == {name: list(why) for name, why in found.refused.items()}
     assert set(told["us"]) == {"single-launch", "two-stage", "cpu-chunks", "reference"}
 
@@ -54,9 +67,13 @@ def test_the_function_itself_may_be_asked():
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ValueError, match=r"op 'dott' is not known; did you mean dot\? One of: .*dot, .*inner, .*matmul"):
+    with pytest.raises(
+        ValueError, match=r"op 'dott' is not known; did you mean dot\? One of: .*dot, .*inner, .*matmul"
+    ):
         turnout.explain("dott", torch.ones(3), torch.ones(3))
-    with pytest.raises(ValueError, match=r"device 'h2000' is not known; did you mean nvidia-h200\? One of: cpu, nvidia-h200"):
+    with pytest.raises(
+        ValueError, match=r"device 'h2000' is not known; did you mean nvidia-h200\? One of: cpu, nvidia-h200"
+    ):
         turnout.explain("dot", torch.ones(3), torch.ones(3), device="h2000")
     with pytest.raises(ValueError, match=r"One of: .*dot"):
         turnout.routes("nope")

@@ -1,4 +1,6 @@
-"""What stands around a call: failures at launch, transforms, modes, autocast, subclasses, lazy tensors, wrong arguments."""
+"""What stands around a call: failures at launch, transforms, modes, autocast, subclasses, lazy tensors, wrong
+arguments.
+"""
 
 import warnings
 from dataclasses import replace
@@ -20,7 +22,11 @@ def failing(monkeypatch, op, name, error):
         raise error
 
     route = op.routes[name]
-    monkeypatch.setitem(op.routes, name, type(route)(name, fail, route.refuses, route.cost, route.numerics, route.version, route.configs))
+    monkeypatch.setitem(
+        op.routes,
+        name,
+        type(route)(name, fail, route.refuses, route.cost, route.numerics, route.version, route.configs),
+    )
 
 
 def test_a_route_is_prepared_once_for_calls_that_look_alike(monkeypatch):
@@ -30,9 +36,14 @@ def test_a_route_is_prepared_once_for_calls_that_look_alike(monkeypatch):
         prepared_for.append(prepared.config)
         return (lambda *call: 2 * prepared.run_route(*call)) if len(args[0]) == 4 else None
 
-    monkeypatch.setitem(DOT.routes, "in-halves", replace(DOT.routes["cpu-chunks"], name="in-halves", prepare=prepare))
+    monkeypatch.setitem(
+        DOT.routes, "in-halves", replace(DOT.routes["cpu-chunks"], name="in-halves", prepare=prepare)
+    )
     with turnout.pin(dot="in-halves"):
-        assert [turnout.dot(torch.full((4,), x), torch.ones(4)).item() for x in (1.0, 2.0)] == [8, 16]  # the second in other memory
+        assert [turnout.dot(torch.full((4,), x), torch.ones(4)).item() for x in (1.0, 2.0)] == [
+            8,
+            16,
+        ]  # the second in other memory
         assert turnout.dot(torch.ones(5), torch.ones(5)).item() == 5
     assert len(prepared_for) == 2
 
@@ -49,7 +60,9 @@ def test_a_route_that_fails_at_launch_falls_to_the_next_warns_once_and_is_rememb
     found = turnout.explain("matmul", *BIG)
     assert found.chosen not in (first, None)
     assert found.refused[first] == ["failed at launch: OutOfMemoryError: no memory"]
-    assert turnout.explain("matmul", torch.ones(1, 20_000_000), torch.ones(20_000_000, 1)).chosen == first  # another problem
+    assert (
+        turnout.explain("matmul", torch.ones(1, 20_000_000), torch.ones(20_000_000, 1)).chosen == first
+    )  # another problem
 
 
 def test_all_routes_failing_leaves_the_reference(monkeypatch):
@@ -138,16 +151,21 @@ def test_autocast_still_routes():
 @pytest.mark.parametrize(
     ("call", "args"),
     [
-        ("dot", (torch.ones(3), torch.ones(4))), ("dot", (torch.ones(2, 2), torch.ones(2))),
+        ("dot", (torch.ones(3), torch.ones(4))),
+        ("dot", (torch.ones(2, 2), torch.ones(2))),
         ("dot", (torch.ones(3), torch.ones(3).double())),
-        ("dot", (torch.ones(3), None)), ("dot", ([1.0], torch.ones(1))),
+        ("dot", (torch.ones(3), None)),
+        ("dot", ([1.0], torch.ones(1))),
         ("dot", (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool))),
-        ("inner", (torch.ones(3), torch.ones(4))), ("inner", (torch.ones(2, 3), torch.ones(3).long())),
-        ("matmul", (torch.ones(2, 3), torch.ones(4, 5))), ("matmul", (torch.ones(1, 3), torch.ones(4, 1))),
+        ("inner", (torch.ones(3), torch.ones(4))),
+        ("inner", (torch.ones(2, 3), torch.ones(3).long())),
+        ("matmul", (torch.ones(2, 3), torch.ones(4, 5))),
+        ("matmul", (torch.ones(1, 3), torch.ones(4, 1))),
         ("matmul", (torch.tensor(1.0), torch.ones(3))),
-        ("matmul", (torch.ones(1, 3), torch.ones(3, 1).half())), ("matmul", (torch.ones(2, 1, 3), torch.ones(3, 3, 1))),
+        ("matmul", (torch.ones(1, 3), torch.ones(3, 1).half())),
+        ("matmul", (torch.ones(2, 1, 3), torch.ones(3, 3, 1))),
     ],
-)  # fmt: skip
+)
 def test_mistakes_raise_what_torch_raises(call, args):
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         getattr(torch, call)(*args)
@@ -205,13 +223,21 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 def test_a_wrong_signature_or_name_is_told_at_once():
     with pytest.raises(TypeError, match="it needs the reference's"):
-        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(lambda a, c: a)
+        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(
+            lambda a, c: a
+        )
     with pytest.raises(TypeError, match="must be keyword-only with defaults"):
-        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(lambda a, b, block: a)
+        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(
+            lambda a, b, block: a
+        )
     with pytest.raises(ValueError, match="has a route 'two-stage' already"):
-        DOT.route("two-stage", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(lambda a, b: a)
+        DOT.route("two-stage", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(
+            lambda a, b: a
+        )
     with pytest.raises(ValueError, match="numerics 'fine'"):
-        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="fine", version=1)(lambda a, b: a)
+        DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="fine", version=1)(
+            lambda a, b: a
+        )
 
 
 def test_ops_are_known_by_name():

@@ -17,23 +17,50 @@ from turnout.routing.op import OPS
 
 HALVES = frozenset([torch.float16, torch.bfloat16])
 A_CPU = replace(
-    Device.of("cpu"), units=16, threads=8, vectors="AVX512", one_dnn=HALVES | {torch.float32}, native_halves=HALVES,
-    careful_loop=True, lacks=frozenset(),
-)  # fmt: skip
+    Device.of("cpu"),
+    units=16,
+    threads=8,
+    vectors="AVX512",
+    one_dnn=HALVES | {torch.float32},
+    native_halves=HALVES,
+    careful_loop=True,
+    lacks=frozenset(),
+)
 AN_OLD_CPU = replace(
-    A_CPU, units=4, threads=2, vectors="AVX2", one_dnn=frozenset([torch.float32]), native_halves=frozenset(), careful_loop=False
+    A_CPU,
+    units=4,
+    threads=2,
+    vectors="AVX2",
+    one_dnn=frozenset([torch.float32]),
+    native_halves=frozenset(),
+    careful_loop=False,
 )
 DEVICES = [*known_cards(), A_CPU, AN_OLD_CPU]
 
 # What says something of this machine: none of it may be asked once there is a device.
 ASKED_OF_A_MACHINE = [
-    "torch.get_num_threads", "torch.backends.cudnn.version", "torch.backends.cudnn.is_available",
-    "torch.backends.mkldnn.is_available", "torch.backends.cpu.get_cpu_capability", "torch.cpu._is_avx512_bf16_supported",
-    "torch.cpu._is_amx_fp16_supported", "torch.cuda.is_available", "torch.cuda.get_device_properties", "torch.convolution",
-    "torch.conv3d", "os.cpu_count", "importlib.util.find_spec", "importlib.metadata.version",
-    "turnout.routing.versions.triton", "turnout.routing.versions.installed",
-    *(f"turnout.routing.machine.{name}" for name in dir(machine) if callable(getattr(machine, name)) and name[0].islower()),
-]  # fmt: skip
+    "torch.get_num_threads",
+    "torch.backends.cudnn.version",
+    "torch.backends.cudnn.is_available",
+    "torch.backends.mkldnn.is_available",
+    "torch.backends.cpu.get_cpu_capability",
+    "torch.cpu._is_avx512_bf16_supported",
+    "torch.cpu._is_amx_fp16_supported",
+    "torch.cuda.is_available",
+    "torch.cuda.get_device_properties",
+    "torch.convolution",
+    "torch.conv3d",
+    "os.cpu_count",
+    "importlib.util.find_spec",
+    "importlib.metadata.version",
+    "turnout.routing.versions.triton",
+    "turnout.routing.versions.installed",
+    *(
+        f"turnout.routing.machine.{name}"
+        for name in dir(machine)
+        if callable(getattr(machine, name)) and name[0].islower()
+    ),
+]
 
 
 @pytest.fixture
@@ -96,7 +123,9 @@ def test_explain_says_the_same_of_another_card_on_every_machine(tmp_path):
     said = []
     for fake in fakes:
         environment = {**os.environ, "TURNOUT_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", FAKED, *fake], env=environment, capture_output=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", FAKED, *fake], env=environment, capture_output=True, check=False
+        )
         assert done.returncode == 0, done.stderr.decode()
         assert done.stderr.decode().split()[-1] == fake[0]
         said.append(done.stdout)
@@ -105,9 +134,16 @@ def test_explain_says_the_same_of_another_card_on_every_machine(tmp_path):
 
 
 def test_a_cpu_that_is_not_here_can_be_asked():
-    """Its facts are data: another number of threads or other instructions give other times, whatever this CPU is."""
-    x, weight = torch.empty(1, 96, 4, 60, 104, dtype=torch.bfloat16), torch.empty(96, 96, 3, 3, 3, dtype=torch.bfloat16)
-    new, old = (turnout.explain("conv3d", x, weight, padding=1, device=device) for device in (A_CPU, AN_OLD_CPU))
+    """Its facts are data: another number of threads or other instructions give other times, whatever this CPU
+    is.
+    """
+    x, weight = (
+        torch.empty(1, 96, 4, 60, 104, dtype=torch.bfloat16),
+        torch.empty(96, 96, 3, 3, 3, dtype=torch.bfloat16),
+    )
+    new, old = (
+        turnout.explain("conv3d", x, weight, padding=1, device=device) for device in (A_CPU, AN_OLD_CPU)
+    )
     assert new.microseconds["reference"] < old.microseconds["reference"]
     assert "no oneDNN kernel for bfloat16" in old.refused["channels-last"][0]
     assert A_CPU.machine == {"threads": 8, "vectors": "AVX512"}
@@ -139,12 +175,18 @@ def test_every_figure_of_a_device_has_a_source():
 
 
 def test_a_constant_that_was_not_fitted_is_named():
-    with pytest.raises(AttributeError, match=r"no constant 'speed' was fitted for dot.two-stage; those are: .*host, start, share"):
+    with pytest.raises(
+        AttributeError,
+        match=r"no constant 'speed' was fitted for dot.two-stage; those are: .*host, start, share",
+    ):
         _ = Device.named("h200").fitted("dot.two-stage").speed
 
 
 def test_cards_share_the_constants_of_the_card_they_were_fitted_on():
-    assert Device.named("a100").fitted("dot.two-stage").share == Device.named("h200").fitted("dot.two-stage").share
+    assert (
+        Device.named("a100").fitted("dot.two-stage").share
+        == Device.named("h200").fitted("dot.two-stage").share
+    )
     assert Device(name="a new card", type="cuda").fitted("dot.two-stage").host > 0
 
 

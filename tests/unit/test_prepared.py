@@ -1,4 +1,6 @@
-"""What a `Prepared` holds launches the same for other addresses as the route itself would, and holds no tensor."""
+"""What a `Prepared` holds launches the same for other addresses as the route itself would, and holds no
+tensor.
+"""
 
 import gc
 import inspect
@@ -52,12 +54,19 @@ def launched(launches, run, args):
 def aliased(args):
     """The same arguments, those that lie alike in the same memory."""
     alike = {}
-    return tuple(alike.setdefault((x.shape, x.stride(), x.dtype), x) if isinstance(x, torch.Tensor) and x.numel() else x for x in args)
+    return tuple(
+        alike.setdefault((x.shape, x.stride(), x.dtype), x)
+        if isinstance(x, torch.Tensor) and x.numel()
+        else x
+        for x in args
+    )
 
 
 @prepared_routes
 def test_prepared_routes_launch_the_same(op, route, launches):
-    """For the call they were prepared for and for others: other addresses, unaligned ones, arguments in one place."""
+    """For the call they were prepared for and for others: other addresses, unaligned ones, arguments in one
+    place.
+    """
     direct = 0
     for args in calls(op, route, CPU, H200, 30):
         config = route.configs(op.problem(*args), H200)[0]
@@ -76,7 +85,9 @@ CASES = [(op, route) for op, route in LAUNCHING if route.prepare is not None and
 
 @pytest.mark.parametrize(("op", "route"), CASES, ids=[f"{op.name}-{route.name}" for op, route in CASES])
 def test_calls_of_models_are_direct(op, route, launches, monkeypatch):
-    """Prepared calls of all cases launch what the route launches; most of them without the route's own function."""
+    """Prepared calls of all cases launch what the route launches; most of them without the route's own
+    function.
+    """
     monkeypatch.setattr(convolutions, "torch_format", lambda input, *rest: LAST[input.dim()])  # cuDNN's
     direct, asked = 0, 0
     for _, problem, args in calls_of_cases(op):

@@ -30,7 +30,9 @@ def test_pins_nest_and_leave_nothing_behind():
 def test_unknown_pins_list_the_known():
     with pytest.raises(ValueError, match=r"op 'nope' is not known; did you mean norm_rope\? One of: .*dot"):
         turnout.pin(nope="x")
-    with pytest.raises(ValueError, match="op dot has no route 'x'; one of: single-launch, two-stage, cpu-chunks, reference"):
+    with pytest.raises(
+        ValueError, match="op dot has no route 'x'; one of: single-launch, two-stage, cpu-chunks, reference"
+    ):
         turnout.pin(dot="x")
     with pytest.raises(ValueError, match="numerics level 'x' is not known; one of: exact, close, lossy"):
         turnout.numerics("x")
@@ -45,7 +47,8 @@ def test_environment_pins(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("matmul", "op=route pairs"), ("nope=x", "op 'nope' is not known"), ("dot=x", "has no route 'x'")]
+    ("value", "said"),
+    [("matmul", "op=route pairs"), ("nope=x", "op 'nope' is not known"), ("dot=x", "has no route 'x'")],
 )
 def test_a_mistake_in_the_environment_raises_at_every_call(monkeypatch, value, said):
     monkeypatch.setenv("TURNOUT_PIN", value)
@@ -87,7 +90,9 @@ def test_a_pin_holds_in_its_thread_only():
 def test_a_refused_pin_raises_and_says_why():
     with (
         turnout.pin(dot="two-stage"),
-        pytest.raises(turnout.Refused, match=r"pinned to 'two-stage', which refuses .* this route needs a GPU"),
+        pytest.raises(
+            turnout.Refused, match=r"pinned to 'two-stage', which refuses .* this route needs a GPU"
+        ),
     ):
         turnout.dot(torch.ones(3), torch.ones(3))
 
@@ -99,7 +104,9 @@ def test_choices_in_many_threads_are_the_same():
         with turnout.pin(matmul=route):
             found.extend((route, turnout.matmul(A, B).item(), chosen()) for _ in range(200))
 
-    threads = [threading.Thread(target=work, args=(route,)) for route in ("as-dot", "reference", "cpu-chunks") * 2]
+    threads = [
+        threading.Thread(target=work, args=(route,)) for route in ("as-dot", "reference", "cpu-chunks") * 2
+    ]
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert len(found) == 1200

@@ -1,4 +1,6 @@
-"""Stored rows are hints: what cannot be read, is stale or does not fit is a miss, never an error, and never code."""
+"""Stored rows are hints: what cannot be read, is stale or does not fit is a miss, never an error, and never
+code.
+"""
 
 import json
 import os
@@ -30,10 +32,22 @@ ROUTE = DOT.routes["cpu-chunks"]
 def row(length=4096, fast="cpu-chunks", **changes):
     us = {"reference": 10.0, "cpu-chunks": 20.0} | {fast: 1.0}
     made = Row(
-        op="dot", us=us, version={"cpu-chunks": ROUTE.version}, code_hash={"cpu-chunks": ROUTE.code_hash}, config={"cpu-chunks": {}},
-        problem={"a": [length], "b": [length], "a_strides": [1], "b_strides": [1], "a_dtype": "bfloat16", "b_dtype": "bfloat16"},
-        versions=for_device("cpu"), machine=Device.of("cpu").machine,
-    )  # fmt: skip
+        op="dot",
+        us=us,
+        version={"cpu-chunks": ROUTE.version},
+        code_hash={"cpu-chunks": ROUTE.code_hash},
+        config={"cpu-chunks": {}},
+        problem={
+            "a": [length],
+            "b": [length],
+            "a_strides": [1],
+            "b_strides": [1],
+            "a_dtype": "bfloat16",
+            "b_dtype": "bfloat16",
+        },
+        versions=for_device("cpu"),
+        machine=Device.of("cpu").machine,
+    )
     return replace(made, **changes)
 
 
@@ -100,9 +114,13 @@ def test_of_several_tritons_the_nearest_counts(tmp_path, monkeypatch):
 
     def measured(triton, us):
         return row(
-            us={"reference": 100.0, "two-stage": us}, version={"two-stage": route.version}, code_hash={"two-stage": route.code_hash},
-            config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}}, versions={"torch": "2.11.0", "triton": triton}, machine={},
-        )  # fmt: skip
+            us={"reference": 100.0, "two-stage": us},
+            version={"two-stage": route.version},
+            code_hash={"two-stage": route.code_hash},
+            config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}},
+            versions={"torch": "2.11.0", "triton": triton},
+            machine={},
+        )
 
     export([measured("3.6.0", 10.0), measured("3.9.0", 90.0)], H200, tmp_path / "nvidia-h200.json")
     assert len(load_table(tmp_path / "nvidia-h200.json").rows) == 2
@@ -126,9 +144,13 @@ def test_a_configuration_that_is_not_offered_gives_way_only_for_another_triton(t
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     route = DOT.routes["two-stage"]
     measured = row(
-        us={"reference": 100.0, "two-stage": 10.0}, version={"two-stage": route.version}, machine={},
-        code_hash={"two-stage": route.code_hash}, config={"two-stage": {"block": 7}}, versions={"triton": "3.6.0"},
-    )  # fmt: skip
+        us={"reference": 100.0, "two-stage": 10.0},
+        version={"two-stage": route.version},
+        machine={},
+        code_hash={"two-stage": route.code_hash},
+        config={"two-stage": {"block": 7}},
+        versions={"triton": "3.6.0"},
+    )
     export([measured], H200, tmp_path / "nvidia-h200.json")
     assert explained(device=replace(H200, triton=(3, 6))).authority == "model"
     other = explained(device=replace(H200, triton=(3, 9)))
@@ -137,7 +159,10 @@ def test_a_configuration_that_is_not_offered_gives_way_only_for_another_triton(t
 
 
 def test_siblings_stand_in():
-    a, b = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((1, 50_000_000), (50_000_000, 1)))
+    a, b = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((1, 50_000_000), (50_000_000, 1))
+    )
     found = turnout.explain("matmul", a, b, device="h100-sxm")
     assert found.authority == "measured on a sibling, NVIDIA H200"
     assert found.chosen == turnout.explain("matmul", a, b, device="h200").chosen
@@ -164,10 +189,16 @@ BAD = {
     "a number of 5000 digits": lambda text: text.replace("10.0", "1" * 5000),
     "a huge float": lambda text: text.replace("10.0", "1e308"),
     "no reference": lambda text: text.replace('"reference"', '"refrain"'),
-    "another version": lambda text: text.replace('"version": {\n  "cpu-chunks": 1', '"version": {\n  "cpu-chunks": 999'),
+    "another version": lambda text: text.replace(
+        '"version": {\n  "cpu-chunks": 1', '"version": {\n  "cpu-chunks": 999'
+    ),
     "other kernels": lambda text: text.replace(ROUTE.code_hash, "0" * 16),
-    "unknown config": lambda text: text.replace('"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": {"block": 7}'),
-    "config as code": lambda text: text.replace('"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": "__import__(\'os\')"'),
+    "unknown config": lambda text: text.replace(
+        '"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": {"block": 7}'
+    ),
+    "config as code": lambda text: text.replace(
+        '"config": {\n  "cpu-chunks": {}', '"config": {\n  "cpu-chunks": "__import__(\'os\')"'
+    ),
     "unknown dtype": lambda text: text.replace("bfloat16", "bfloat17"),
     "dtype is a module": lambda text: text.replace("bfloat16", "nn"),
     "missing field": lambda text: text.replace('"b_dtype": "bfloat16"', '"c_dtype": "bfloat16"'),
@@ -193,7 +224,9 @@ def test_damaged_entries_are_misses(damage):
     assert turnout.dot(*vectors()).item() == 4096
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "a list", "deep", "times as text", "a number of 5000 digits"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "a list", "deep", "times as text", "a number of 5000 digits"]
+)
 def test_damaged_shipped_tables_are_misses(damage, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     export([row()], CPU, tmp_path / "cpu.json")
@@ -284,7 +317,10 @@ def test_between_two_measured_sizes_times_are_interpolated():
 
 
 def test_interpolation_is_on_a_logarithmic_scale():
-    measured = [row(100, us={"reference": 10.0, "cpu-chunks": 1.0}), row(10_000, us={"reference": 1000.0, "cpu-chunks": 1.0})]
+    measured = [
+        row(100, us={"reference": 10.0, "cpu-chunks": 1.0}),
+        row(10_000, us={"reference": 1000.0, "cpu-chunks": 1.0}),
+    ]
     found = Table(measured, CPU, measured_on="here").lookup(DOT, DOT.problem(*vectors(1000)))
     assert found.us["reference"] == pytest.approx(100.0)
 
@@ -300,8 +336,8 @@ def test_export_keeps_other_rows_and_is_one_row_a_line(tmp_path):
 
 
 def test_shipped_tables_can_be_read():
-    """All of their rows, of ops and routes that exist. Whether the kernels are still those that were measured is
-    for `turnout doctor` to say and for the next visit to a card to mend, not for a test to fail."""
+    """All of their rows, of ops and routes that exist. Whether the kernels are still those that were measured
+    is for `turnout doctor` to say and for the next visit to a card to mend, not for a test to fail."""
     files = list(store.SHIPPED.glob("*.json"))
     assert files
     for file in files:
@@ -338,11 +374,16 @@ def test_a_row_whose_fastest_route_has_changed_is_a_miss_as_a_whole(tmp_path, mo
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     routes = {name: DOT.routes[name] for name in ("single-launch", "two-stage")}
     measured = row(
-        us={"reference": 50.0, "single-launch": 100.0, "two-stage": 10.0}, machine={}, versions={"triton": "3.6.0"},
+        us={"reference": 50.0, "single-launch": 100.0, "two-stage": 10.0},
+        machine={},
+        versions={"triton": "3.6.0"},
         version={name: route.version for name, route in routes.items()},
-        config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}, "single-launch": {"block": 8192, "warps": 16}},
+        config={
+            "two-stage": {"block": 2048, "warps": 4, "waves": 8},
+            "single-launch": {"block": 8192, "warps": 16},
+        },
         code_hash={"two-stage": "0" * 16, "single-launch": routes["single-launch"].code_hash},
-    )  # fmt: skip
+    )
     export([measured], H200, tmp_path / "nvidia-h200.json")
     assert explained(device="h200").authority == "model"
     slower = replace(measured, us={"reference": 50.0, "single-launch": 5.0, "two-stage": 10.0})
@@ -365,9 +406,34 @@ def test_problems_survive_json(op):
 
 
 VALUES = [
-    None, True, False, 0, -1, 7, 2**63, 2**70, 10**400, 1.5, -0.0, 1e308, float("inf"), float("nan"), "", "nn", "bfloat16", "close",
-    [], [1], [None], [[[]]], {}, {"a": 1}, {"a": {"b": {}}}, "x" * 10_000, [1] * 1000,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    7,
+    2**63,
+    2**70,
+    10**400,
+    1.5,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "nn",
+    "bfloat16",
+    "close",
+    [],
+    [1],
+    [None],
+    [[[]]],
+    {},
+    {"a": 1},
+    {"a": {"b": {}}},
+    "x" * 10_000,
+    [1] * 1000,
+]
 
 
 def mutated(draw, value, depth=0):
@@ -394,12 +460,14 @@ def mutated(draw, value, depth=0):
 
 
 def test_no_mutated_row_raises(tmp_path, monkeypatch):
-    """10,000 rows of all ops, each with something changed: what is not a row is a miss, what still is one is taken
-    or refused like any other."""
+    """10,000 rows of all ops, each with something changed: what is not a row is a miss, what still is one is
+    taken or refused like any other."""
     draw = random.Random(0)
     measured = load_table(store.SHIPPED / "nvidia-h200.json").rows
     rows = [row.json() for row in measured]
-    calls = {op.name: [decode(op, row.problem) for row in measured if row.op == op.name] for op in OPS.values()}
+    calls = {
+        op.name: [decode(op, row.problem) for row in measured if row.op == op.name] for op in OPS.values()
+    }
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     misses = 0
     for batch in range(20):

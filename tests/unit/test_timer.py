@@ -19,7 +19,13 @@ def test_the_longer_part_is_felt():
 
 def test_on_a_cpu_there_is_one_part():
     calls = []
-    timing = time_variants({"sum": lambda x: calls.append(x.sum())}, [(torch.ones(8),)], torch.device("cpu"), rounds=5, seconds=1.0)["sum"]
+    timing = time_variants(
+        {"sum": lambda x: calls.append(x.sum())},
+        [(torch.ones(8),)],
+        torch.device("cpu"),
+        rounds=5,
+        seconds=1.0,
+    )["sum"]
     assert timing.us == pytest.approx(timing.device_us)
     assert timing.host_us == 0.0
     assert len(calls) == 1 + 2 * 5

@@ -36,10 +36,18 @@ def test_save_false_keeps_nothing():
 def test_a_wrong_route_is_left_out_with_a_warning(monkeypatch):
     route = DOT.routes["cpu-chunks"]
     wrong = type(route)(
-        route.name, lambda a, b: torch.dot(a, b) * 1.1, route.refuses, route.cost, route.numerics, route.version, route.configs
+        route.name,
+        lambda a, b: torch.dot(a, b) * 1.1,
+        route.refuses,
+        route.cost,
+        route.numerics,
+        route.version,
+        route.configs,
     )
     monkeypatch.setitem(DOT.routes, route.name, wrong)
-    with pytest.warns(turnout.TurnoutWarning, match="'cpu-chunks' {} is left out: its error against float64 is"):
+    with pytest.warns(
+        turnout.TurnoutWarning, match="'cpu-chunks' {} is left out: its error against float64 is"
+    ):
         [row] = turnout.tune("dot", *SMALL, budget=1, progress=False)
     assert set(row.us) == {"reference"}
 
@@ -51,9 +59,17 @@ def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
     def run(a, b, *, size=1):
         return route.run(a, b)
 
-    monkeypatch.setitem(DOT.routes, route.name, replace(route, run=run, configs=lambda problem, device: [{"size": 1}, {"size": 2}]))
+    monkeypatch.setitem(
+        DOT.routes,
+        route.name,
+        replace(route, run=run, configs=lambda problem, device: [{"size": 1}, {"size": 2}]),
+    )
     times = {"{'size': 1}": Timing(20, 0, 9, 20), "{'size': 2}": Timing(21, 0, 8, 21)}
-    monkeypatch.setattr(tune, "time_variants", lambda runs, *_, **__: {name: times.get(name, Timing(30, 0, 10, 30)) for name in runs})
+    monkeypatch.setattr(
+        tune,
+        "time_variants",
+        lambda runs, *_, **__: {name: times.get(name, Timing(30, 0, 10, 30)) for name in runs},
+    )
     row, _ = tune.measure(DOT, SMALL, seconds=0.1)
     assert row.config == {"cpu-chunks": {"size": 2}}
 
@@ -61,13 +77,17 @@ def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (lambda a, b: torch.dot(a, b)[None], "shape is"), (lambda a, b: torch.dot(a, b).float(), "dtype is"),
-        (lambda a, b: torch.dot(a, b) * float("nan"), "error against float64 is inf"), (lambda a, b: 1 / 0, "it failed: ZeroDivisionError"),
+        (lambda a, b: torch.dot(a, b)[None], "shape is"),
+        (lambda a, b: torch.dot(a, b).float(), "dtype is"),
+        (lambda a, b: torch.dot(a, b) * float("nan"), "error against float64 is inf"),
+        (lambda a, b: 1 / 0, "it failed: ZeroDivisionError"),
     ],
-)  # fmt: skip
+)
 def test_every_kind_of_wrong_is_noticed(monkeypatch, broken, said):
     route = DOT.routes["cpu-chunks"]
-    monkeypatch.setitem(DOT.routes, route.name, type(route)(route.name, broken, *list(vars(route).values())[2:7]))
+    monkeypatch.setitem(
+        DOT.routes, route.name, type(route)(route.name, broken, *list(vars(route).values())[2:7])
+    )
     with pytest.warns(turnout.TurnoutWarning, match=said):
         turnout.tune("dot", *SMALL, budget=1, progress=False, save=False)
 
@@ -97,7 +117,13 @@ def test_mistakes():
 def test_exact_is_held_to_every_bit(monkeypatch):
     route = DOT.routes["cpu-chunks"]
     nearly = type(route)(
-        route.name, lambda a, b: torch.nextafter(torch.dot(a, b), torch.tensor(0.0)), route.refuses, route.cost, "exact", 1, route.configs
+        route.name,
+        lambda a, b: torch.nextafter(torch.dot(a, b), torch.tensor(0.0)),
+        route.refuses,
+        route.cost,
+        "exact",
+        1,
+        route.configs,
     )
     monkeypatch.setitem(DOT.routes, route.name, nearly)
     with pytest.warns(turnout.TurnoutWarning, match="not bit-identical"):
@@ -124,8 +150,13 @@ def test_what_a_function_asks_for_is_measured_once():
 def test_only_of_the_ops_that_are_named():
     a = torch.randn(1, 5000, dtype=torch.bfloat16)
     run = lambda: (turnout.dot(a[0], a[0]), turnout.matmul(a, a.mT))  # noqa: E731
-    assert {row.op for row in turnout.tune(during=run, budget=5, progress=False, save=False)} == {"dot", "matmul"}
-    assert [row.op for row in turnout.tune("dot", during=run, budget=5, progress=False, save=False)] == ["dot"]
+    assert {row.op for row in turnout.tune(during=run, budget=5, progress=False, save=False)} == {
+        "dot",
+        "matmul",
+    }
+    assert [row.op for row in turnout.tune("dot", during=run, budget=5, progress=False, save=False)] == [
+        "dot"
+    ]
 
 
 def test_arguments_are_measured_as_they_come():
@@ -133,7 +164,12 @@ def test_arguments_are_measured_as_they_come():
     x = torch.randn(2, 96, 7, 5)[:, ::2].transpose(2, 3)
     weight = torch.randn(8, 48, 3, 3)
     whole = torch.ones(9, dtype=torch.int64)
-    rows = turnout.tune(during=lambda: (turnout.conv2d(x, weight), turnout.dot(whole, whole)), budget=5, progress=False, save=False)
+    rows = turnout.tune(
+        during=lambda: (turnout.conv2d(x, weight), turnout.dot(whole, whole)),
+        budget=5,
+        progress=False,
+        save=False,
+    )
     assert [row.problem["input_strides"] for row in rows] == [list(x.stride())]
 
 
@@ -155,7 +191,10 @@ def test_when_the_budget_is_over_the_function_goes_on(monkeypatch):
         return tune.Row(op.name, {}, {"reference": 1.0}), Device.of("cpu")
 
     monkeypatch.setattr(tune, "measure", slow)
-    with pytest.warns(turnout.TurnoutWarning, match="0.05 s are over, 1 calls were measured and 1 were not; asked again, it goes on"):
+    with pytest.warns(
+        turnout.TurnoutWarning,
+        match="0.05 s are over, 1 calls were measured and 1 were not; asked again, it goes on",
+    ):
         rows = turnout.tune(during=asked(5000), budget=0.05, progress=False, save=False)
     assert len(rows) == 1
 

@@ -1,9 +1,10 @@
-"""Run by tests, in a process of its own: a model's first calls, and what they compile. "card": on a card; "stand-in": on
-one that a stand-in driver pretends.
+"""Run by tests, in a process of its own: a model's first calls, and what they compile. "card": on a card;
+"stand-in": on one that a stand-in driver pretends.
 
-There tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on a card:
-routes are chosen and bound, addresses are real ones, kernels are loaded and launched into the stand-in driver. Prints
-a line of JSON for each call: how many kernels Triton compiled, and how many it found in its cache.
+There tensors are in the host's memory and say they are on "cuda:0", so that all of the host's code runs as on
+a card: routes are chosen and bound, addresses are real ones, kernels are loaded and launched into the
+stand-in driver. Prints a line of JSON for each call: how many kernels Triton compiled, and how many it found
+in its cache.
 """
 
 import contextlib
@@ -41,7 +42,9 @@ class OnTheHost(TorchFunctionMode):
 
     @staticmethod
     def is_card(x):
-        return (isinstance(x, torch.device) and x.type == "cuda") or (isinstance(x, str) and x.startswith("cuda"))
+        return (isinstance(x, torch.device) and x.type == "cuda") or (
+            isinstance(x, str) and x.startswith("cuda")
+        )
 
 
 def pretend_a_card():
@@ -49,9 +52,14 @@ def pretend_a_card():
     stream = types.SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     for name, value in {
-        "is_available": True, "device_count": 1, "current_device": 0, "current_stream": stream,
-        "get_device_properties": properties, "get_device_capability": (9, 0), "is_current_stream_capturing": False,
-    }.items():  # fmt: skip
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "current_stream": stream,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "is_current_stream_capturing": False,
+    }.items():
         setattr(torch.cuda, name, lambda *args, value=value: value)
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDevice = lambda: 0
@@ -84,7 +92,9 @@ def main():
         seen.clear()
         with mode, torch.no_grad():
             CALLS[name](CARD)()
-        print(json.dumps({"name": name, "compiled": seen.count(False), "found": seen.count(True)}), flush=True)
+        print(
+            json.dumps({"name": name, "compiled": seen.count(False), "found": seen.count(True)}), flush=True
+        )
 
 
 if __name__ == "__main__":

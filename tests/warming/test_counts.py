@@ -1,4 +1,6 @@
-"""How many kernels a model's call compiles, and how many more another size does: no more than this, on an H200."""
+"""How many kernels a model's call compiles, and how many more another size does: no more than this, on an
+H200.
+"""
 
 import pytest
 
@@ -35,7 +37,9 @@ def keys(tmp_path_factory):
 
         def keys_of(model, size):
             if (model, size) not in found:
-                found[model, size] = {look_up(launch_of(spec), card).key for spec in specs_of_race(model, size, None, card)}
+                found[model, size] = {
+                    look_up(launch_of(spec), card).key for spec in specs_of_race(model, size, None, card)
+                }
             return found[model, size]
 
         yield keys_of

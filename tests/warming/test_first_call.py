@@ -31,7 +31,9 @@ def compiled_ahead(device):
             make(PRETENDED)()
         specs += specs_of(launches)
     with Compiler() as compiler:
-        return compile_specs(compiler, specs, card, jobs=2, check=False, progress=None, begun=time.perf_counter())
+        return compile_specs(
+            compiler, specs, card, jobs=2, check=False, progress=None, begun=time.perf_counter()
+        )
 
 
 def first_calls(where, **environment):
@@ -39,7 +41,12 @@ def first_calls(where, **environment):
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "tests.warming.first_call", where, *CALLS]
     done = subprocess.run(
-        command, env={**os.environ, **environment, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, cwd=ROOT
+        command,
+        env={**os.environ, **environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

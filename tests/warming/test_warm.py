@@ -27,7 +27,9 @@ from turnout.warming.warmed import card_named, compile_specs
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
-X = torch.empty(1, 128, 512, 512, dtype=torch.bfloat16, device="meta").contiguous(memory_format=torch.channels_last)
+X = torch.empty(1, 128, 512, 512, dtype=torch.bfloat16, device="meta").contiguous(
+    memory_format=torch.channels_last
+)
 
 
 @pytest.fixture
@@ -115,7 +117,12 @@ def test_devices_that_nothing_is_compiled_for(device, said):
 
 @pytest.mark.parametrize(
     ("size", "said"),
-    [("huge", "has no size 'huge'"), ("480x832", "has 2 numbers"), ("481x832x5", "481 is no multiple of 8"), ("0x832x5", "a zero")],
+    [
+        ("huge", "has no size 'huge'"),
+        ("480x832", "has 2 numbers"),
+        ("481x832x5", "481 is no multiple of 8"),
+        ("0x832x5", "a zero"),
+    ],
 )
 def test_sizes_that_do_not_fit(size, said, card):
     pytest.importorskip("diffusers")
@@ -135,7 +142,9 @@ def test_check_says_what_is_missing_until_it_is_compiled(cache):
     assert [kernel.state for kernel in missing.kernels] == ["missing", "missing"]
     assert [path for path in cache.rglob("*") if path.is_file()] == []
     told = []
-    compiled = turnout.warm(norm(), X, device="h200", jobs=2, progress=lambda *progress: told.append(progress))
+    compiled = turnout.warm(
+        norm(), X, device="h200", jobs=2, progress=lambda *progress: told.append(progress)
+    )
     assert [kernel.state for kernel in compiled.kernels] == ["compiled", "compiled"]
     assert [(done, total) for done, total, _ in told] == [(0, 2), (1, 2), (2, 2)]
     assert turnout.warm(norm(), X, device="h200", check=True).ready
@@ -145,7 +154,9 @@ def test_a_kernel_that_does_not_compile_does_not_stop_the_others(cache, card):
     specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
     odd: Spec = specs[0]._replace(constants=tuple((name, 3) for name, _ in specs[0].constants))
     with Compiler() as compiler:
-        found = compile_specs(compiler, [odd, *specs], card, jobs=1, check=False, progress=None, begun=time.perf_counter())
+        found = compile_specs(
+            compiler, [odd, *specs], card, jobs=1, check=False, progress=None, begun=time.perf_counter()
+        )
     assert len(found.named("compiled")) == 2
     [failed] = found.named("failed")
     assert failed.name == odd.name
@@ -166,7 +177,10 @@ def test_the_command_ends_with_1_while_anything_is_missing(cache):
     assert {kernel["state"] for kernel in row["kernels"]} == {"missing"}
 
 
-@pytest.mark.parametrize("words", [("flx", "--device", "h200"), ("flux", "--device", "cpu"), ("flux", "--device", "h200", "--jobs", "0")])
+@pytest.mark.parametrize(
+    "words",
+    [("flx", "--device", "h200"), ("flux", "--device", "cpu"), ("flux", "--device", "h200", "--jobs", "0")],
+)
 def test_the_command_ends_with_2_for_what_cannot_be(words):
     pytest.importorskip("diffusers")
     assert run(*words).exit_code == 2
@@ -204,7 +218,12 @@ with Compiler() as compiler:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_program(how, cache):
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path})
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     assert program.stdout is not None
     group = int(program.stdout.readline())  # told as soon as compilations begin
     program.send_signal(how)

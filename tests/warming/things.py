@@ -1,4 +1,6 @@
-"""Models as small as they can be with calls that launch kernels of an H200, for planning and for a stand-in card."""
+"""Models as small as they can be with calls that launch kernels of an H200, for planning and for a stand-in
+card.
+"""
 
 import torch
 from torch import nn
@@ -24,9 +26,13 @@ def image_vae(device):
 
     with torch.device(device):
         model = AutoencoderKL(
-            block_out_channels=[32, 64], down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
-            layers_per_block=1, norm_num_groups=4, latent_channels=4,
-        )  # fmt: skip
+            block_out_channels=[32, 64],
+            down_block_types=["DownEncoderBlock2D"] * 2,
+            up_block_types=["UpDecoderBlock2D"] * 2,
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=4,
+        )
     model.eval().requires_grad_(False)
     nn.Module.to(model, torch.bfloat16)
     turnout.accelerate(model)
@@ -38,7 +44,11 @@ def hopper_convolution(device):
     with torch.device(device):
         model = nn.Sequential(nn.Conv2d(128, 128, 3, padding=1)).to(torch.bfloat16).requires_grad_(False)
     turnout.accelerate(model)
-    x = torch.randn(1, 128, 32, 32, device=device).to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
+    x = (
+        torch.randn(1, 128, 32, 32, device=device)
+        .to(torch.bfloat16)
+        .contiguous(memory_format=torch.channels_last)
+    )
 
     def call():
         with turnout.pin(conv2d="implicit-gemm-hopper"):
@@ -48,5 +58,8 @@ def hopper_convolution(device):
 
 
 # Names and makers: each gives the call of an accelerated model on a device.
-CALLS = {name: race_of(name) for name in ("wan-vae", "wan-vae-encode", "flux", "wan", "qwen-image", "mamba", "mamba-decode")}
+CALLS = {
+    name: race_of(name)
+    for name in ("wan-vae", "wan-vae-encode", "flux", "wan", "qwen-image", "mamba", "mamba-decode")
+}
 CALLS |= {"image-vae": image_vae, "hopper-convolution": hopper_convolution}

@@ -58,13 +58,23 @@ def test_wheel_in_an_empty_environment(wheel, tmp_path):
     done = subprocess.run(install, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     code = (
-        "import torch, turnout; from turnout.routing.device import Device; from turnout.routing.table import Tables;"
-        "assert turnout.dot(torch.ones(5), torch.ones(5)) == 5; print(len(Tables(Device.named('h200')).shipped.rows), turnout.__file__)"
+        "import torch, turnout; from turnout.routing.device import Device;"
+        "from turnout.routing.table import Tables;"
+        "assert turnout.dot(torch.ones(5), torch.ones(5)) == 5;"
+        "print(len(Tables(Device.named('h200')).shipped.rows), turnout.__file__)"
     )
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(
+        [str(python), "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     rows, file = done.stdout.split()
     assert int(rows) >= 18
     assert file.startswith(str(tmp_path))
-    said = subprocess.run([str(python.with_name("turnout")), "doctor"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    said = subprocess.run(
+        [str(python.with_name("turnout")), "doctor"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
     assert said.returncode == 0, said.stdout + said.stderr

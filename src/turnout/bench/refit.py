@@ -1,8 +1,9 @@
 """refit: compare the constants of cost models with what was measured, and fit them anew.
 
-A cost is a formula with constants of a device (`devices/<device>.toml`). Here the times of rows, of references and of
-routes, are put beside what the formulas say, and one constant after the other is moved to where the median of their
-ratios comes closest to 1. The formulas stay as they are; so does a constant that no row depends on.
+A cost is a formula with constants of a device (`devices/<device>.toml`). Here the times of rows, of
+references and of routes, are put beside what the formulas say, and one constant after the other is moved to
+where the median of their ratios comes closest to 1. The formulas stay as they are; so does a constant that no
+row depends on.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ class Sample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A constant as it is and as it would fit best, and how far estimates are off with each: the mean of how many
-    times too long or too short they are, over the times that depend on its section."""
+    """A constant as it is and as it would fit best, and how far estimates are off with each: the mean of how
+    many times too long or too short they are, over the times that depend on its section."""
 
     section: str
     name: str
@@ -68,7 +69,10 @@ class _Watched(dict[str, Mapping[str, float]]):
 
 
 def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[Sample]:
-    """The times in benchmark rows. Peers, routes that are gone and problems of older versions are left out."""
+    """The times in benchmark rows.
+
+    Peers, routes that are gone and problems of older versions are left out.
+    """
     samples = []
     for row in rows:
         op = OPS.get(row.get("op", ""))
@@ -78,7 +82,11 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[Sample]:
             problem = decode(op, row["problem"])
         except Unreadable:
             continue
-        samples += [Sample(op, name, problem, 1e-6 * us) for name, us in row["us"].items() if name in (REFERENCE, *op.routes)]
+        samples += [
+            Sample(op, name, problem, 1e-6 * us)
+            for name, us in row["us"].items()
+            if name in (REFERENCE, *op.routes)
+        ]
     return samples
 
 
@@ -86,7 +94,9 @@ def load_rows(folder: Path, device: Device) -> list[dict[str, Any]]:
     """The rows of a device in a folder of results."""
     files = sorted((folder / device.slug).glob("*.jsonl"))
     if not files:
-        raise ValueError(f"no rows of {device.name}: {folder / device.slug} has no .jsonl files; name the folder with --results")
+        raise ValueError(
+            f"no rows of {device.name}: {folder / device.slug} has no .jsonl files; name the folder with --results"
+        )
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -115,7 +125,9 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
 
     before = best = off(old)
     values = dict(old)
-    matters = [name for name in old if any(off({**old, name: old[name] * factor}) != before for factor in (0.5, 2.0))]
+    matters = [
+        name for name in old if any(off({**old, name: old[name] * factor}) != before for factor in (0.5, 2.0))
+    ]
     for _ in range(SWEEPS):
         last = best
         for name in matters:

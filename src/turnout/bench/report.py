@@ -26,17 +26,38 @@ def of_bound(row: dict[str, Any]) -> float:
 
 def table(*columns: str, title: str | None = None) -> Table:
     """A table with borders on a terminal, plain when piped."""
-    return Table(*columns, title=title, box=box.HEAVY_HEAD if sys.stdout.isatty() else box.SIMPLE, title_justify="left")
+    return Table(
+        *columns, title=title, box=box.HEAVY_HEAD if sys.stdout.isatty() else box.SIMPLE, title_justify="left"
+    )
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print the rows as a table; plain text when the output is no terminal."""
     lines = table(title=f"{rows[0]['op']} on {rows[0].get('device', '?')}" if rows else None)
-    for name in ("case", "dtype", "route", "us", "best peer", "us", "gain", "of bound", "error", "torch's error"):
-        lines.add_column(name, justify="left" if name in ("case", "dtype", "route", "best peer") else "right", no_wrap=True)
+    for name in (
+        "case",
+        "dtype",
+        "route",
+        "us",
+        "best peer",
+        "us",
+        "gain",
+        "of bound",
+        "error",
+        "torch's error",
+    ):
+        lines.add_column(
+            name, justify="left" if name in ("case", "dtype", "route", "best peer") else "right", no_wrap=True
+        )
     for row in rows:
         if "us" not in row:
-            lines.add_row(row["case"], row["dtype"], row["chosen"], "wrong: " + "; ".join(row["wrong"].values()), *[""] * 6)
+            lines.add_row(
+                row["case"],
+                row["dtype"],
+                row["chosen"],
+                "wrong: " + "; ".join(row["wrong"].values()),
+                *[""] * 6,
+            )
             continue
         peers = {name.removeprefix("peer:"): us for name, us in row["us"].items() if name.startswith("peer:")}
         best = min(peers, key=peers.__getitem__)

@@ -14,7 +14,9 @@ def load() -> Any:
     try:
         import matplotlib
     except ImportError as missing:
-        raise ValueError("matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'") from missing
+        raise ValueError(
+            "matplotlib is not installed, --roofline needs it: pip install 'turnout[plot]'"
+        ) from missing
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -22,7 +24,9 @@ def load() -> Any:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: operations per byte against operations per second, the routed calls and the best peer of each."""
+    """Write a PNG: operations per byte against operations per second, the routed calls and the best peer of
+    each.
+    """
     pyplot = load()
     rows = [row for row in rows if "us" in row]
     if not rows:
@@ -40,7 +44,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 points[name][1].append(1e6 * work.flops / us)
     most = ceiling["matmul"]
     intensities = [2.0**e for e in range(-4, 14)]
-    axes.plot(intensities, [min(most, i * ceiling["read"]) for i in intensities], color="0.3", label="bound measured in this run")
+    axes.plot(
+        intensities,
+        [min(most, i * ceiling["read"]) for i in intensities],
+        color="0.3",
+        label="bound measured in this run",
+    )
     axes.scatter(*points["best peer"], marker="x", color="tab:gray", label="best peer")
     axes.scatter(*points["turnout"], color="tab:blue", alpha=0.7, label="turnout")
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="operations per second")

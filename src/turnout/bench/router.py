@@ -1,4 +1,6 @@
-"""What the router adds to a call: microseconds in eager mode, and under torch.compile; on a GPU what the host takes to launch, too."""
+"""What the router adds to a call: microseconds in eager mode, and under torch.compile; on a GPU what the host
+takes to launch, too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SMALL = {  # calls which take a card less time than its host takes to launch th
 
 
 def measure_router() -> dict[str, dict[str, float]]:
-    """For each way of calling: microseconds of torch's own call, of turnout's, and what was added (the median of paired differences)."""
+    """For each way of calling: microseconds of torch's own call, of turnout's, and what was added (the median
+    of paired differences).
+    """
     a, b = torch.randn(16), torch.randn(16)
     x, y = torch.randn(1, 16), torch.randn(16, 1)
     p, q = torch.randn(16, requires_grad=True), torch.randn(16, requires_grad=True)
@@ -38,7 +42,9 @@ def measure_router() -> dict[str, dict[str, float]]:
 
 @torch.no_grad()
 def _launches(device: torch.device) -> dict[str, dict[str, float]]:
-    """What the host takes for small calls on a GPU: those of the reference in plain PyTorch, and the routed ones."""
+    """What the host takes for small calls on a GPU: those of the reference in plain PyTorch, and the routed
+    ones.
+    """
     found = {}
     for name, wanted in _SMALL.items():
         op = OPS[name]
@@ -48,9 +54,13 @@ def _launches(device: torch.device) -> dict[str, dict[str, float]]:
     return found
 
 
-def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, calls: int = _CALLS) -> dict[str, float]:
+def _compare(
+    theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, calls: int = _CALLS
+) -> dict[str, float]:
     device = args[0].device
-    pairs = ((host_us(theirs, args, calls, device), host_us(ours, args, calls, device)) for _ in range(_ROUNDS + 2))
+    pairs = (
+        (host_us(theirs, args, calls, device), host_us(ours, args, calls, device)) for _ in range(_ROUNDS + 2)
+    )
     samples = list(pairs)[2:]
     added = statistics.median(mine - their for their, mine in samples)
     return {

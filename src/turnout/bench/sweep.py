@@ -1,4 +1,7 @@
-"""bench: an op's cases, every route and every peer in one run, one JSON object a line. Correctness first: a wrong output has no time."""
+"""bench: an op's cases, every route and every peer in one run, one JSON object a line.
+
+Correctness first: a wrong output has no time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,9 @@ _HOME = Path(__file__).parents[3]  # of a checkout
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this card or CPU reaches in this run: plain reading and copying, in bytes/s (read plus written), and a bf16 or fp32 matmul."""
+    """What this card or CPU reaches in this run: plain reading and copying, in bytes/s (read plus written),
+    and a bf16 or fp32 matmul.
+    """
     known = Device.of(device)
     cuda = device.type == "cuda"
     big = torch.randn(2**30 if cuda else 2**26, device=device)
@@ -52,8 +57,8 @@ def sweep_case(
     op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float, tuned: list[Row] | None = None,
     with_peers: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """One row: the call as it is routed, every route in the configuration it would get, and the peers. With `tuned`, the call is tuned
-    first, and what both found of the routes is added to the list."""
+    """One row: the call as it is routed, every route in the configuration it would get, and the peers. With
+    `tuned`, the call is tuned first, and what both found of the routes is added to the list."""
     args = op.arguments(*case.make(device, 0))
     known, problem = Device.of(device), op.problem(*args)
     trial = Trial(op, args)
@@ -72,7 +77,9 @@ def sweep_case(
         run = route.prepared(args, dict(config)).call
         why = trial.complaint(route.numerics, run)
         if why is None:
-            runs[route.name] = op.with_runtime_checks(run, args)  # with what the router asks before it runs a route
+            runs[route.name] = op.with_runtime_checks(
+                run, args
+            )  # with what the router asks before it runs a route
         else:
             wrong[route.name] = why
     runs[REFERENCE] = op.reference
@@ -81,8 +88,16 @@ def sweep_case(
     bounds = {f"bound:{name}": run for name, run in declared.bounds.items()}
     why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
     if why is not None:
-        return {"op": op.name, "case": case.name, "dtype": plain(case.dtype), "chosen": verdict.chosen, "wrong": {"turnout": why}}
-    error, reference_error = (float(f"{trial.error(run):.3g}") for run in (op, op.reference))  # first: timing may write into arguments
+        return {
+            "op": op.name,
+            "case": case.name,
+            "dtype": plain(case.dtype),
+            "chosen": verdict.chosen,
+            "wrong": {"turnout": why},
+        }
+    error, reference_error = (
+        float(f"{trial.error(run):.3g}") for run in (op, op.reference)
+    )  # first: timing may write into arguments
     timings = time_variants(
         {"turnout": op.call, **runs, **peers, **bounds},
         rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=max(20, int(200 * seconds)),
@@ -108,7 +123,9 @@ def sweep_case(
         "bound_us": round(1e6 * bound, 3),
         "error": error,
         "reference_error": reference_error,
-        "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": op.call, **peers}.items()} if device.type == "cuda" else {},
+        "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": op.call, **peers}.items()}
+        if device.type == "cuda"
+        else {},
         "device": known.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
         "versions": versions(known.type),
@@ -118,8 +135,9 @@ def sweep_case(
 
 
 def pooled(row: Row, us: dict[str, float]) -> Row:
-    """A tuned call with what a sweep saw of its routes right afterwards: on a card that is hot, two measurements of a large convolution
-    are a tenth apart, and one of them alone may find the wrong one the faster.
+    """A tuned call with what a sweep saw of its routes right afterwards: on a card that is hot, two
+    measurements of a large convolution are a tenth apart, and one of them alone may find the wrong one the
+    faster.
 
     >>> pooled(Row("dot", {}, {"reference": 4.0, "two-stage": 2.0}), {"reference": 6.0, "two-stage": 3.0, "peer:torch.dot": 6.0}).us
     {'reference': 5.0, 'two-stage': 2.5}
@@ -142,28 +160,36 @@ def sweep(
 
 
 def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
-    """The cases whose name contains `only` and that are worth timing on a device; where a name has none, those that
-    are only for tests."""
+    """The cases whose name contains `only` and that are worth timing on a device; where a name has none,
+    those that are only for tests."""
     named = [case for case in op.cases() if only in str(case)]
-    return [case for case in named if case.timed_on(device.type)] or [case for case in named if not case.timed]
+    return [case for case in named if case.timed_on(device.type)] or [
+        case for case in named if not case.timed
+    ]
 
 
 def missing(op: Op, case: Case, device: torch.device) -> bool:
-    """Whether no table has the times of a case with the code as it is: the case is new, or what a route runs has changed."""
+    """Whether no table has the times of a case with the code as it is: the case is new, or what a route runs
+    has changed.
+    """
     return not Tables.for_device(Device.of(device)).has(op, op.problem(*op.arguments(*case.make(device, 0))))
 
 
 def absent_cases(op: Op, device: Device, only: str = "") -> list[Case]:
-    """The cases that no table has for a card that need not be here: new ones, and those whose kernels have changed."""
+    """The cases that no table has for a card that need not be here: new ones, and those whose kernels have
+    changed.
+    """
     tables = Tables.for_device(device)
     return [
-        case for case in op.cases() if only in str(case) and case.timed_on(device.type) and not tables.has(op, outline(op, case).problem)
+        case
+        for case in op.cases()
+        if only in str(case) and case.timed_on(device.type) and not tables.has(op, outline(op, case).problem)
     ]
 
 
 def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
-    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It takes
-    the place of the row with the same values of these fields and the same Triton; others stay."""
+    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It
+    takes the place of the row with the same values of these fields and the same Triton; others stay."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def key(row: dict[str, Any]) -> tuple:
@@ -179,8 +205,8 @@ def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
 
 @functools.cache
 def commit() -> str | None:
-    """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or git's name for it, with a plus
-    where files have changed since. None for an installed package."""
+    """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or
+    git's name for it, with a plus where files have changed since. None for an installed package."""
     given = os.environ.get("TURNOUT_COMMIT")
     if given or not (_HOME / ".git").exists():
         return given

@@ -34,7 +34,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _turnout(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and end.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and end.")
+    ] = False,
 ) -> None:
     pass
 

@@ -21,19 +21,33 @@ def bench(
     ] = None,
     device: DeviceHere = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    missing: Annotated[bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
-    out: Annotated[Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")
+    ] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
-    tuned: Annotated[bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")] = False,
-    export: Annotated[Path | None, typer.Option(help="With --tune: also write what was measured into this table to ship.")] = None,
-    peers: Annotated[bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")] = True,
-    results: Annotated[Path, typer.Option(help="With refit: the folder with the rows.")] = Path("benchmarks/results"),
-    write: Annotated[bool, typer.Option("--write", help="With refit: put the new constants into the file of the device.")] = False,
+    tuned: Annotated[
+        bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="With --tune: also write what was measured into this table to ship.")
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")
+    ] = True,
+    results: Annotated[Path, typer.Option(help="With refit: the folder with the rows.")] = Path(
+        "benchmarks/results"
+    ),
+    write: Annotated[
+        bool, typer.Option("--write", help="With refit: put the new constants into the file of the device.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no time.
-    Cases called tiny are for tests, and timed only where `--only` asks for them.
+    """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no
+    time. Cases called tiny are for tests, and timed only where `--only` asks for them.
 
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """
@@ -141,14 +155,18 @@ def _show_router(calls: dict[str, dict[str, float]], json: bool) -> None:
 
     if json:
         return print_json(calls)
-    table = report.table("call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call")
+    table = report.table(
+        "call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call"
+    )
     for name, row in calls.items():
         table.add_row(name, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
     return console.print(table)
 
 
 def _refit(name: str | None, results: Path, write: bool, json: bool) -> None:
-    """Show the constants of cost models, as they are and as they would fit best, and write them where asked to."""
+    """Show the constants of cost models, as they are and as they would fit best, and write them where asked
+    to.
+    """
     from turnout.bench import refit, report
     from turnout.routing.device import Device
 
@@ -159,7 +177,9 @@ def _refit(name: str | None, results: Path, write: bool, json: bool) -> None:
     with errors.status(f"{device.name}: fitting constants"):
         fits = refit.refit(device, refit.samples_of(rows))
     if write:
-        errors.print(f"written to {refit.write(device, fits)}; what is chosen by models may be another route now")
+        errors.print(
+            f"written to {refit.write(device, fits)}; what is chosen by models may be another route now"
+        )
     if json:
         return print_json([fit._asdict() for fit in fits])
     columns = ("section", "constant", "old", "new", "times off, old", "new", "times")

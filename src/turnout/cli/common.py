@@ -18,15 +18,20 @@ errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
 
 INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table; docs/reference/json.md has the keys.")]
-DeviceHere = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of a table; docs/reference/json.md has the keys.")
+]
+DeviceHere = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU.")
+]
 
 
 class Commands(TyperGroup):
     """The commands. What goes wrong in one ends with one line and exit code 2; Ctrl-C with one and 130.
 
     A mistake in what was asked, a missing package and a file that cannot be read or written are told apart
-    from faults of the program by their class only: with TURNOUT_TRACEBACK=1 all of them show where they arose.
+    from faults of the program by their class only: with TURNOUT_TRACEBACK=1 all of them show where they
+    arose.
     """
 
     def invoke(self, ctx: Any) -> Any:

@@ -15,9 +15,15 @@ LAYOUTS = ("contiguous", "channels-last", "strides=...")
 def explain(
     context: typer.Context,
     op: Annotated[str, typer.Argument(help="The op, e.g. matmul.")],
-    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")] = "float32",
-    layout: Annotated[str, typer.Option(help="Of tensors with four and five dimensions: contiguous or channels-last.")] = "contiguous",
-    device: Annotated[str | None, typer.Option(help="A device by name, present or not: h200, a100, mi300x, cpu ...")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")
+    ] = "float32",
+    layout: Annotated[
+        str, typer.Option(help="Of tensors with four and five dimensions: contiguous or channels-last.")
+    ] = "contiguous",
+    device: Annotated[
+        str | None, typer.Option(help="A device by name, present or not: h200, a100, mi300x, cpu ...")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Which route a call would take and why, also for a GPU that is not here.
@@ -45,7 +51,10 @@ def explain(
     for name in words:
         if name not in parameters:
             raise ValueError(f"{op} has no argument {name}; {one_of(name, parameters)}")
-    arguments = {name: _argument(f"--{name}", parameters[name].annotation, text, dtype, layout) for name, text in words.items()}
+    arguments = {
+        name: _argument(f"--{name}", parameters[name].annotation, text, dtype, layout)
+        for name, text in words.items()
+    }
     card = Device.named(device) if device else Device.of(device_here(None))
     try:
         check_shapes(op, **arguments)
@@ -60,7 +69,9 @@ def _options(words: list[str]) -> dict[str, str]:
     """--a 1,2 --b=3 as {"a": "1,2", "b": "3"}."""
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
-        raise ValueError(f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1")
+        raise ValueError(
+            f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1"
+        )
     return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
@@ -140,5 +151,7 @@ def _tensor(option: str, shape: list[int], others: list[str], dtype: str, layout
         raise ValueError(f"layout {layout!r} is not known; one of: {', '.join(LAYOUTS[:2])}")
     formats = {4: torch.channels_last, 5: torch.channels_last_3d} if layout == "channels-last" else {}
     if given_alone and formats and len(shape) not in formats:
-        raise ValueError(f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}")
+        raise ValueError(
+            f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}"
+        )
     return torch.empty(shape, **options, memory_format=formats.get(len(shape), torch.contiguous_format))

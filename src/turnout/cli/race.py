@@ -12,42 +12,74 @@ from turnout.cli.common import DeviceHere, Json, console, errors, print_json
 
 
 def race(
-    models: Annotated[list[str] | None, typer.Argument(help="Models by name (see --list), or [bold]all[/bold].")] = None,
+    models: Annotated[
+        list[str] | None, typer.Argument(help="Models by name (see --list), or [bold]all[/bold].")
+    ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the models and their sizes, and end.")] = False,
-    size: Annotated[str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own, see --list.")] = None,
+    size: Annotated[
+        str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")
+    ] = "",
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own, see --list.")
+    ] = None,
     device: DeviceHere = None,
-    weights: Annotated[Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="A folder with a model or a pipeline; default: random weights.")
+    ] = None,
     numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
-    compile: Annotated[bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")] = False,
-    graph: Annotated[bool, typer.Option("--graph", help="The accelerated model with CUDA graphs of its calls races too.")] = False,
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")
+    ] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="The accelerated model with CUDA graphs of its calls races too.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
     seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
     budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
-    missing: Annotated[bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")] = False,
+    missing: Annotated[
+        bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")
+    ] = False,
     profile: Annotated[
         bool,
-        typer.Option(help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."),
+        typer.Option(
+            help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."
+        ),
     ] = True,
-    out: Annotated[Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")
+    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(help="Write one HTML file with everything, and the first frames beside it as PNG."),
     ] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write the kernels of the profiled calls as a JSON file for ui.perfetto.dev.")] = None,
-    ranks: Annotated[int, typer.Option(help="Of a VAE's decode: on so many ranks, see --engine. A row goes to ranks.jsonl of --out.")] = 0,
-    engine: Annotated[str, typer.Option(help="fake: each rank's compute by itself; lockstep: all in turns, bits compared.")] = "fake",
-    links: Annotated[Path | None, typer.Option(help="Latencies for --engine fake: a JSON object of bytes to microseconds.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the kernels of the profiled calls as a JSON file for ui.perfetto.dev."),
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Of a VAE's decode: on so many ranks, see --engine. A row goes to ranks.jsonl of --out."
+        ),
+    ] = 0,
+    engine: Annotated[
+        str, typer.Option(help="fake: each rank's compute by itself; lockstep: all in turns, bits compared.")
+    ] = "fake",
+    links: Annotated[
+        Path | None, typer.Option(help="Latencies for --engine fake: a JSON object of bytes to microseconds.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes taken.
+    """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes
+    taken.
 
-    Several models, or [bold]all[/bold] of them, run one after the other; each has its row in --out as soon as it is
-    done, so that a run that is cut off loses nothing. Ends with exit code 1 when one of them failed.
+    Several models, or [bold]all[/bold] of them, run one after the other; each has its row in --out as soon as
+    it is done, so that a run that is cut off loses nothing. Ends with exit code 1 when one of them failed.
 
     [bold]Example[/bold]  turnout race wan-vae --report wan.html
 
-    [bold]Example[/bold]  turnout race all --budget 600 --rounds 4 --seconds 5 --missing --out benchmarks/results
+    [bold]Example[/bold]  turnout race all --budget 600 --rounds 4 --seconds 5 --missing --out
+    benchmarks/results
     """
     from turnout.bench.writable import check_file, check_folder
     from turnout.race import many, page, perfetto
@@ -64,7 +96,9 @@ def race(
         return _race_ranks(names, size, dtype, here, ranks, engine, links, rounds, out, json)
     for option, path in (("--report", report), ("--trace", trace)):
         if path is not None and len(names) > 1:
-            raise ValueError(f"{option} is of one race, {len(names)} models were named; race one, or use --out for rows")
+            raise ValueError(
+                f"{option} is of one race, {len(names)} models were named; race one, or use --out for rows"
+            )
     if trace is not None and not profile:
         raise ValueError("--trace has what the profiler saw; leave --no-profile out")
     if missing and out is None:
@@ -77,7 +111,9 @@ def race(
             check_file(option, path)
     if out is not None:
         check_folder("--out", out)
-    plan = many.Plan(entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing, graph)
+    plan = many.Plan(
+        entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing, graph
+    )
     failed = 0
     with errors.status(Text(entries[0].title)) as status:
         for i, outcome in enumerate(plan.run(_progress(status, steps=errors.is_terminal))):
@@ -153,7 +189,14 @@ def _show_racers(json: bool) -> None:
     if json:
         return print_json(
             [
-                {"model": name, "title": r.title, "class": r.model, "sizes": r.sizes, "dtypes": r.dtypes, "note": r.note}
+                {
+                    "model": name,
+                    "title": r.title,
+                    "class": r.model,
+                    "sizes": r.sizes,
+                    "dtypes": r.dtypes,
+                    "note": r.note,
+                }
                 for name, r in RACERS.items()
             ]
         )

@@ -13,16 +13,31 @@ from turnout.cli.common import DeviceHere, Json, console, errors, print_json
 
 def tune(
     ops: Annotated[list[str] | None, typer.Argument(help="Ops; default: every op.")] = None,
-    budget: Annotated[float, typer.Option(help="Stop after this many seconds; what was measured is kept.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option(help="Stop after this many seconds; what was measured is kept.")
+    ] = 60.0,
     device: DeviceHere = None,
-    export: Annotated[Path | None, typer.Option(help="Write the rows into this table to ship, instead of keeping them here.")] = None,
-    model: Annotated[str, typer.Option("--race", help="Instead of cases, what this model of `turnout race` calls, accelerated.")] = "",
-    size: Annotated[str, typer.Option(help="With --race: tiny, small or full; default: full on a GPU, small on a CPU.")] = "",
+    export: Annotated[
+        Path | None,
+        typer.Option(help="Write the rows into this table to ship, instead of keeping them here."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--race", help="Instead of cases, what this model of `turnout race` calls, accelerated."
+        ),
+    ] = "",
+    size: Annotated[
+        str, typer.Option(help="With --race: tiny, small or full; default: full on a GPU, small on a CPU.")
+    ] = "",
     dtype: Annotated[str, typer.Option(help="With --race: bfloat16, float16 or float32.")] = "bfloat16",
-    again: Annotated[bool, typer.Option("--again", help="With --race: also calls that were measured before.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="With --race: also calls that were measured before.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Measure the routes of an op's cases, or of what a model calls, and remember the fastest for this machine.
+    """Measure the routes of an op's cases, or of what a model calls, and remember the fastest for this
+    machine.
 
     A model of your own: [bold]turnout.tune(during=lambda: model(x))[/bold] in Python.
 

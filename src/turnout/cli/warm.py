@@ -11,20 +11,29 @@ from turnout.cli.common import Json, console, errors, print_json
 
 
 def warm(
-    models: Annotated[list[str], typer.Argument(help="Models by name (turnout race --list), or [bold]all[/bold].")],
+    models: Annotated[
+        list[str], typer.Argument(help="Models by name (turnout race --list), or [bold]all[/bold].")
+    ],
     size: Annotated[str, typer.Option(help="tiny, small, full, or the numbers of one: 480x832x81.")] = "full",
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own.")] = None,
-    device: Annotated[str | None, typer.Option(help="The card to compile for, h200 say; default: the one that is here.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="The card to compile for, h200 say; default: the one that is here.")
+    ] = None,
     jobs: Annotated[int | None, typer.Option(help="Kernels at a time; default: one for each core.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compile nothing, say what is missing; exit code 1 if anything is.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Compile nothing, say what is missing; exit code 1 if anything is."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Compile all that a model's call launches on a card, ahead and in parallel, into Triton's cache on disk.
 
-    Needs no GPU: in a Docker image, say, so that the first call on the card compiles nothing. The model is built
-    without weights, accelerated, and its call is planned; nothing runs. Kernels go where the program will look for
-    them, ~/.triton/cache or TRITON_CACHE_DIR, and count for the same Triton, turnout and kind of card. Ends with exit
-    code 1 when a kernel does not compile.
+    Needs no GPU: in a Docker image, say, so that the first call on the card compiles nothing. The model is
+    built without weights, accelerated, and its call is planned; nothing runs. Kernels go where the program
+    will look for them, ~/.triton/cache or TRITON_CACHE_DIR, and count for the same Triton, turnout and kind
+    of card. Ends with exit code 1 when a kernel does not compile.
 
     [bold]Example[/bold]  turnout warm wan-vae --device h200
 
@@ -47,7 +56,13 @@ def warm(
             progress.plan(name)
             specs += specs_of_race(name, size, wanted, card)
         found = warmed.compile_specs(
-            compiler, list(dict.fromkeys(specs)), card, jobs=jobs, check=check, progress=progress.tell, begun=begun
+            compiler,
+            list(dict.fromkeys(specs)),
+            card,
+            jobs=jobs,
+            check=check,
+            progress=progress.tell,
+            begun=begun,
         )
     if json:
         kernels = [kernel._asdict() for kernel in found.kernels]
@@ -79,4 +94,6 @@ class _Progress:
         self.shown.update(self.task, description=f"planning {name}")
 
     def tell(self, done: int, total: int, name: str) -> None:
-        self.shown.update(self.task, description=f"compiled {name}" if name else "compiling", completed=done, total=total)
+        self.shown.update(
+            self.task, description=f"compiled {name}" if name else "compiling", completed=done, total=total
+        )

@@ -1,4 +1,5 @@
-"""The causal-conv1d package's functions, under its names and with its signatures: any width, layout and device, no CUDA build.
+"""The causal-conv1d package's functions, under its names and with its signatures: any width, layout and
+device, no CUDA build.
 
 from turnout.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 """
@@ -27,7 +28,8 @@ def causal_conv1d_fn(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
     return_final_states: bool = False, final_states_out: Tensor | None = None, activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """`turnout.causal_conv1d` as causal-conv1d spells it; "swish" is "silu". `final_states_out` is written and returned where given.
+    """`turnout.causal_conv1d` as causal-conv1d spells it; "swish" is "silu". `final_states_out` is written
+    and returned where given.
 
     >>> import torch
     >>> causal_conv1d_fn(torch.ones(1, 2, 3), torch.ones(2, 2))
@@ -59,12 +61,19 @@ def causal_conv1d_update(
     tensor([[4., 4.]])
     """
     return _update(
-        x, conv_state, weight, bias, activation=_activation(activation), cache_seqlens=cache_seqlens, conv_state_indices=conv_state_indices
+        x,
+        conv_state,
+        weight,
+        bias,
+        activation=_activation(activation),
+        cache_seqlens=cache_seqlens,
+        conv_state_indices=conv_state_indices,
     )
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last `state_len` positions of each packed sequence, zeros before its start: x `[total, D]` gives `[N, D, state_len]`.
+    """The last `state_len` positions of each packed sequence, zeros before its start: x `[total, D]` gives
+    `[N, D, state_len]`.
 
     >>> import torch
     >>> causal_conv1d_varlen_states(torch.arange(1.0, 6.0)[:, None], torch.tensor([0, 4, 5]), 2)

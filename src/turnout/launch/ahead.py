@@ -1,8 +1,8 @@
 """Compile a launch before it is made, into Triton's cache on disk, or ask whether it is there already.
 
-A `Spec` says of a launch what its compiled code depends on, so that another process can compile it. Triton specializes
-for what is known of an argument (its dtype, whether 16 divides it, whether it is one), so a spec keeps numbers as they
-are, and of an address whether it is aligned.
+A `Spec` says of a launch what its compiled code depends on, so that another process can compile it. Triton
+specializes for what is known of an argument (its dtype, whether 16 divides it, whether it is one), so a spec
+keeps numbers as they are, and of an address whether it is aligned.
 """
 # pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
@@ -99,8 +99,8 @@ class _MissingError(Exception):
 
 
 class Found(NamedTuple):
-    """What Triton's cache says of a launch: launches with the same key share their code. size: of the kernel's
-    source, by which the longest compilations are begun first."""
+    """What Triton's cache says of a launch: launches with the same key share their code. size: of the
+    kernel's source, by which the longest compilations are begun first."""
 
     key: str
     present: bool
@@ -108,8 +108,8 @@ class Found(NamedTuple):
 
 
 def look_up(launch: Launch, device: Device) -> Found:
-    """Ask Triton's cache on disk for the code of a launch on a device; nothing is compiled. Not for a process that
-    launches kernels in another thread."""
+    """Ask Triton's cache on disk for the code of a launch on a device; nothing is compiled. Not for a process
+    that launches kernels in another thread."""
     from triton.compiler import compile as compile_source
 
     seen = []

@@ -1,6 +1,7 @@
 """Compile recorded launches for a card that need not be here, and read what the compiler made of them.
 
-Triton asks its driver for the card it compiles for. Here a stand-in answers, so that everything else is as in a real
+Triton asks its driver for the card it compiles for. Here a stand-in answers, so that everything else is as in
+a real
 launch: the same specialization of every argument, the same key in Triton's cache on disk.
 """
 # pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false, reportArgumentType=false
@@ -20,8 +21,8 @@ from turnout.routing.device import Device
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel needs: registers of a thread, bytes of its stack (where registers are spilled to), bytes
-    of shared memory of a block; and whether ptxas made wgmma instructions wait for one another."""
+    """What a compiled kernel needs: registers of a thread, bytes of its stack (where registers are spilled
+    to), bytes of shared memory of a block; and whether ptxas made wgmma instructions wait for one another."""
 
     registers: int
     stack: int
@@ -53,8 +54,8 @@ _GFX = {"AMD Instinct MI300X": "gfx942"}
 
 
 class _Driver:
-    """Stands in for Triton's driver while something is compiled. Each target has a device number of its own, under
-    which Triton keeps compiled kernels."""
+    """Stands in for Triton's driver while something is compiled. Each target has a device number of its own,
+    under which Triton keeps compiled kernels."""
 
     def __init__(self, target: Any):
         self.target = target
@@ -109,9 +110,17 @@ def _compile(launch: Launch, backend: str) -> tuple[Any, str]:
 def _resources(kernel: Any, log: str) -> Resources:
     if "cubin" in kernel.asm:
         attributes = cubin_attributes(kernel.asm["cubin"])
-        return Resources(attributes["registers"], attributes["stack"], kernel.metadata.shared, "wgmma" in log and "serialized" in log)
+        return Resources(
+            attributes["registers"],
+            attributes["stack"],
+            kernel.metadata.shared,
+            "wgmma" in log and "serialized" in log,
+        )
     text = kernel.asm["amdgcn"]
-    registers, stack = (max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text))) for name in ("vgpr_count", "private_segment_fixed_size"))
+    registers, stack = (
+        max(map(int, re.findall(rf"\.{name}:\s+(\d+)", text)))
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    )
     return Resources(registers, stack, kernel.metadata.shared, False)
 
 

@@ -1,7 +1,9 @@
-"""Descriptors for TMA, Hopper's engine for copying blocks of tensors, at a tenth of the host time of Triton's own way.
+"""Descriptors for TMA, Hopper's engine for copying blocks of tensors, at a tenth of the host time of Triton's
+own way.
 
-All of a descriptor but the address follows from shapes, so each `Prepared` makes it once (`pattern`), and keeps what
-Triton encodes of it by address: an allocator that keeps what is freed hands out the same addresses again and again.
+All of a descriptor but the address follows from shapes, so each `Prepared` makes it once (`pattern`), and
+keeps what Triton encodes of it by address: an allocator that keeps what is freed hands out the same addresses
+again and again.
 """
 # pyright: reportMissingModuleSource=false
 
@@ -22,14 +24,16 @@ _MOST_ENCODED = 256  # addresses of one pattern
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether TMA can walk along a tensor: the last axis dense, steps along the others aligned. Along an axis of one
-    nobody walks.
+    """Whether TMA can walk along a tensor: the last axis dense, steps along the others aligned. Along an axis
+    of one nobody walks.
 
     >>> fits((2, 8), (8, 1), 2), fits((2, 8), (9, 1), 2)
     (True, False)
     """
     *outer, (size, stride) = zip(shape, strides, strict=True)
-    return (size == 1 or stride == 1) and all(n == 1 or (s > 0 and s * itemsize % ALIGNMENT == 0) for n, s in outer)
+    return (size == 1 or stride == 1) and all(
+        n == 1 or (s > 0 and s * itemsize % ALIGNMENT == 0) for n, s in outer
+    )
 
 
 def aligned(*tensors: Tensor | None) -> bool:
@@ -38,14 +42,22 @@ def aligned(*tensors: Tensor | None) -> bool:
 
 
 @worked_out_once
-def pattern(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]) -> Any:
-    """All of a descriptor but the tensor: blocks are copied into the swizzled layout that the tensor cores read."""
+def pattern(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
+) -> Any:
+    """All of a descriptor but the tensor: blocks are copied into the swizzled layout that the tensor cores
+    read.
+    """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     size = dtype.itemsize
-    layout = NVMMASharedLayout(swizzle_byte_width=min(block[-1] * size, 128), element_bitwidth=8 * size, rank=len(block))
-    steps = [ALIGNMENT // size if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)]
+    layout = NVMMASharedLayout(
+        swizzle_byte_width=min(block[-1] * size, 128), element_bitwidth=8 * size, rank=len(block)
+    )
+    steps = [
+        ALIGNMENT // size if n == 1 else stride for n, stride in zip(shape[:-1], strides[:-1], strict=True)
+    ]
     stand_in = torch.empty(0, dtype=dtype, device="cpu")
     descriptor: Any = TensorDescriptor(stand_in, list(shape), [*steps, 1], list(block), layout)
     descriptor.base = None
@@ -69,14 +81,17 @@ def kind(descriptor: Any) -> tuple:
 
 
 class _Address(int):
-    """The memory that a descriptor is encoded for; nothing but the address is asked for, so no tensor is held."""
+    """The memory that a descriptor is encoded for; nothing but the address is asked for, so no tensor is
+    held.
+    """
 
     def data_ptr(self) -> int:
         return self
 
 
 def encode(pattern: Any, address: int, kernel: Any, index: int) -> list[Any]:
-    """What Triton's launcher in C takes for a descriptor of memory, the kernel's `index`-th: the map, sizes, strides.
+    """What Triton's launcher in C takes for a descriptor of memory, the kernel's `index`-th: the map, sizes,
+    strides.
 
     pattern: of the descriptor, or a descriptor with that pattern.
     """

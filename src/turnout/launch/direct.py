@@ -1,10 +1,10 @@
 """Triton's launcher in C, called with addresses: a tenth of the host time of `kernel[grid](...)`.
 
-What it takes has changed once. Triton 3.6 compiles a launcher for each signature, which takes the kernel's arguments
-one by one; from 3.7 on there is one launcher for all, which is told the signature and takes the arguments as a tuple.
-Both skip constants, and take an int for a pointer, about which there is nothing to ask the driver. From 3.7 on the
-launcher does not count its arguments, so they are counted here, once for each compiled kernel. From 3.8 on a kernel
-that nobody holds unloads its code, so `DirectLauncher` holds it.
+What it takes has changed once. Triton 3.6 compiles a launcher for each signature, which takes the kernel's
+arguments one by one; from 3.7 on there is one launcher for all, which is told the signature and takes the
+arguments as a tuple. Both skip constants, and take an int for a pointer, about which there is nothing to ask
+the driver. From 3.7 on the launcher does not count its arguments, so they are counted here, once for each
+compiled kernel. From 3.8 on a kernel that nobody holds unloads its code, so `DirectLauncher` holds it.
 """
 # pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
@@ -51,23 +51,51 @@ def launcher_kind() -> str | None:
 def direct_launcher(kernel: Any, argument_count: int) -> DirectLauncher:
     """The direct launcher of a compiled kernel that takes so many arguments, descriptors spread out.
 
-    `run` is None where the kernel needs memory of its own, or the launcher is not known: launch in the ordinary way.
+    `run` is None where the kernel needs memory of its own, or the launcher is not known: launch in the
+    ordinary way.
     """
     kind, owner = launcher_kind(), kernel.run
-    if kind is None or owner.global_scratch_size or owner.profile_scratch_size or getattr(owner, "gsan_enabled", False):
+    if (
+        kind is None
+        or owner.global_scratch_size
+        or owner.profile_scratch_size
+        or getattr(owner, "gsan_enabled", False)
+    ):
         return DirectLauncher(kernel, None)
     how = (kernel.function, owner.launch_cooperative_grid, owner.launch_pdl)
     if kind == ONE_BY_ONE:
-        before = (*how, None, None, kernel.packed_metadata, None, None, None)  # scratch memory, metadata and hooks: none
+        before = (
+            *how,
+            None,
+            None,
+            kernel.packed_metadata,
+            None,
+            None,
+            None,
+        )  # scratch memory, metadata and hooks: none
         call = _without_descriptors(owner.launch)
-        return DirectLauncher(kernel, lambda programs, stream, arguments: call(programs, 1, 1, stream, *before, *arguments))
+        return DirectLauncher(
+            kernel, lambda programs, stream, arguments: call(programs, 1, 1, stream, *before, *arguments)
+        )
     if len(owner.arg_annotations) != argument_count:
         return DirectLauncher(kernel, None)
     from triton import runtime
 
-    before = (*how, kernel.packed_metadata, None, None, None, None, None, owner.arg_annotations, owner.kernel_signature)
+    before = (
+        *how,
+        kernel.packed_metadata,
+        None,
+        None,
+        None,
+        None,
+        None,
+        owner.arg_annotations,
+        owner.kernel_signature,
+    )
     call = runtime.driver.active.utils.launch
-    return DirectLauncher(kernel, lambda programs, stream, arguments: call(programs, 1, 1, stream, *before, arguments))
+    return DirectLauncher(
+        kernel, lambda programs, stream, arguments: call(programs, 1, 1, stream, *before, arguments)
+    )
 
 
 def _without_descriptors(launch: Any) -> Callable[..., None]:

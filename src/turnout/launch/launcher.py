@@ -1,9 +1,9 @@
 """Launch compiled Triton kernels with low host overhead.
 
-`kernel[grid](...)` takes 25 us of host time (H200 machine): it looks up the specialization, queries every pointer and
-runs hooks. While a route runs, `launch` keeps the compiled kernel in the route's `Prepared`, under the exact numbers,
-dtypes and alignments, and hands addresses to Triton's launcher in C. `turnout.launch.plans` does less still for calls
-that differ in nothing but addresses.
+`kernel[grid](...)` takes 25 us of host time (H200 machine): it looks up the specialization, queries every
+pointer and runs hooks. While a route runs, `launch` keeps the compiled kernel in the route's `Prepared`,
+under the exact numbers, dtypes and alignments, and hands addresses to Triton's launcher in C.
+`turnout.launch.plans` does less still for calls that differ in nothing but addresses.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ def start(request: Launch) -> DirectLauncher | None:
 
 
 def card_of(tensor: Tensor) -> torch.device | None:
-    """The NVIDIA or AMD card that a tensor is on, or None: launches are then recorded, interpreted or left to Triton."""
+    """The NVIDIA or AMD card that a tensor is on, or None: launches are then recorded, interpreted or left to
+    Triton.
+    """
     return tensor.device if tensor.device.type == "cuda" and recording.get() is None else None
 
 
@@ -110,10 +112,14 @@ def _start_in_triton(request: Launch) -> DirectLauncher | None:
 def compile_options(warps: int, options: Mapping[str, Any], backend: str = BACKEND) -> dict[str, Any]:
     """What Triton is told besides a kernel's arguments; what is None is left to it.
 
-    A product and a sum may round once unless a launch says otherwise: Triton 3.9 warns where nobody decides that, and
-    from 3.10 on it would not fuse. Only NVIDIA's compiler can be told how many registers to use.
+    A product and a sum may round once unless a launch says otherwise: Triton 3.9 warns where nobody decides
+    that, and from 3.10 on it would not fuse. Only NVIDIA's compiler can be told how many registers to use.
     """
-    known = {name: value for name, value in options.items() if value is not None and (backend == "cuda" or name != "maxnreg")}
+    known = {
+        name: value
+        for name, value in options.items()
+        if value is not None and (backend == "cuda" or name != "maxnreg")
+    }
     return {"num_warps": warps, "enable_fp_fusion": True, **known}
 
 

@@ -1,12 +1,13 @@
 """Products with operands in registers, without the copies that Triton makes of these from version 3.8 on.
 
-A warpgroup's product reads its first operand from registers while the program goes on, so nothing may be written to
-them before the product is done. From 3.8 on Triton copies the operand for every product (triton-lang/triton #9514), so
-that a program may write to the original. Our convolutions multiply the same pixels by several taps and keep them until
-all of these products are done (`settle` in their kernels), so they need no copy; and six copies of 8 registers beside
-192 of sums are more than ptxas 13.3 and 13.4 can place: they make each product wait for the one before it, and the
-convolution takes 1.7 times as long. So the copies are taken out of the PTX of kernels that say
-`operands_are_kept=True` when they are launched: what is left is what Triton 3.6 and 3.7 write.
+A warpgroup's product reads its first operand from registers while the program goes on, so nothing may be
+written to them before the product is done. From 3.8 on Triton copies the operand for every product
+(triton-lang/triton #9514), so that a program may write to the original. Our convolutions multiply the same
+pixels by several taps and keep them until all of these products are done (`settle` in their kernels), so they
+need no copy; and six copies of 8 registers beside 192 of sums are more than ptxas 13.3 and 13.4 can place:
+they make each product wait for the one before it, and the convolution takes 1.7 times as long. So the copies
+are taken out of the PTX of kernels that say `operands_are_kept=True` when they are launched: what is left is
+what Triton 3.6 and 3.7 write.
 """
 # pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
@@ -27,12 +28,15 @@ FIRST_WITH_COPIES = (3, 8)
 OPTION = "operands_are_kept"
 
 _REGISTER = re.compile(r"%r\d+")
-_COPY = re.compile(r"^\s*mov\.b32 (%r\d+), (%r\d+);[ \t]*$", re.MULTILINE)  # as inline assembly, one blank apart
+_COPY = re.compile(
+    r"^\s*mov\.b32 (%r\d+), (%r\d+);[ \t]*$", re.MULTILINE
+)  # as inline assembly, one blank apart
 _lock = threading.RLock()
 
 
 def without_copies(ptx: str) -> str:
-    """PTX in which products read the registers that were copied for them. A copy that anything else reads stays.
+    """PTX in which products read the registers that were copied for them. A copy that anything else reads
+    stays.
 
     >>> print(without_copies("mov.b32 %r2, %r1;\\nmov.b32 %r4, %r3;\\nwgmma.mma_async {%r9}, {%r2};\\nadd.s32 %r5, %r4, 1;"))
     <BLANKLINE>
@@ -44,9 +48,14 @@ def without_copies(ptx: str) -> str:
     is_product = ["wgmma.mma_async" in line for line in lines]
     everywhere = Counter(register for line in lines for register in _REGISTER.findall(line))
     in_products = Counter(
-        register for line, product in zip(lines, is_product, strict=True) if product for register in _REGISTER.findall(line)
+        register
+        for line, product in zip(lines, is_product, strict=True)
+        if product
+        for register in _REGISTER.findall(line)
     )
-    copies = {copy: source for copy, source in _COPY.findall(ptx) if everywhere[copy] == in_products[copy] + 1}
+    copies = {
+        copy: source for copy, source in _COPY.findall(ptx) if everywhere[copy] == in_products[copy] + 1
+    }
     written = []
     for line, product in zip(lines, is_product, strict=True):
         match = _COPY.match(line)

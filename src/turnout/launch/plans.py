@@ -1,8 +1,8 @@
 """Plans of launches: planned once for a `Prepared`, launched with other addresses at each call.
 
-A route that does nothing but launch is a function that plans (`runs_plan`). `prepare_from_plan` plans such a route
-once, finds out which arguments and new tensors the kernels are given, and writes out the code that a call still needs:
-allocate the new tensors, hand all addresses to Triton's launcher in C, return the outputs.
+A route that does nothing but launch is a function that plans (`runs_plan`). `prepare_from_plan` plans such a
+route once, finds out which arguments and new tensors the kernels are given, and writes out the code that a
+call still needs: allocate the new tensors, hand all addresses to Triton's launcher in C, return the outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Workspace(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """All that a route does: launches, one after the other, and what it returns: new tensors that they fill, or None."""
+    """All that a route does: launches, one after the other, and what it returns: new tensors that they fill,
+    or None.
+    """
 
     launches: tuple[Launch, ...]
     outputs: Tensor | tuple[Tensor, ...] | None
@@ -61,18 +63,24 @@ def runs_plan(plan: Callable[..., LaunchPlan]) -> Callable[..., Any]:
     return run
 
 
-def prepare_from_plan(prepared: Prepared, args: tuple, plan: Callable[..., LaunchPlan | None] | None = None) -> Callable[..., Any] | None:
+def prepare_from_plan(
+    prepared: Prepared, args: tuple, plan: Callable[..., LaunchPlan | None] | None = None
+) -> Callable[..., Any] | None:
     """Plan once for all calls that differ in nothing but addresses, and return what runs them.
 
-    plan: called with the arguments and the configuration; of a route of `runs_plan` it is the route's own. A call
-    where 16 bytes do not divide all addresses is left to the route. None where `plan` gives none, and where a tensor
+    plan: called with the arguments and the configuration; of a route of `runs_plan` it is the route's own. A
+    call where 16 bytes do not divide all addresses is left to the route. None where `plan` gives none, and
+    where a tensor
     is copied before it is launched on: nobody would copy those of the next call.
     """
     make: Callable[..., LaunchPlan | None] = plan or inspect.unwrap(prepared.function)
     try:
         args = _told_apart(args)
         planned = make(*args, **prepared.config)
-    except (MemoryError, torch.OutOfMemoryError):  # there was none for two calls at once; there may be for one
+    except (
+        MemoryError,
+        torch.OutOfMemoryError,
+    ):  # there was none for two calls at once; there may be for one
         return None
     if planned is None:
         return None
@@ -81,7 +89,9 @@ def prepare_from_plan(prepared: Prepared, args: tuple, plan: Callable[..., Launc
 
 
 class _Operand(NamedTuple):
-    """What a launch is given for one of its tensors: memory of an argument or of a new tensor, and how it is seen."""
+    """What a launch is given for one of its tensors: memory of an argument or of a new tensor, and how it is
+    seen.
+    """
 
     position: int  # among arguments and new tensors
     offset: int  # in bytes, from where that one begins
@@ -95,12 +105,17 @@ class _Operand(NamedTuple):
         x: Tensor = tensors[self.position]
         if (self.offset, x.dtype, x.shape, x.stride()) != (0, self.dtype, self.shape, self.strides):
             start = (_start(x) + self.offset) // self.dtype.itemsize
-            x = torch.empty(0, dtype=self.dtype, device=x.device).set_(x.untyped_storage(), start, self.shape, self.strides)
+            x = torch.empty(0, dtype=self.dtype, device=x.device).set_(
+                x.untyped_storage(), start, self.shape, self.strides
+            )
         return x if self.pattern is None else described(x, self.pattern)
 
 
 def _storage(x: Tensor) -> int:
-    """Which storage a tensor lies in. Its address would not tell: empty tensors, and those on meta, have none."""
+    """Which storage a tensor lies in.
+
+    Its address would not tell: empty tensors, and those on meta, have none.
+    """
     return x.untyped_storage()._cdata
 
 
@@ -110,8 +125,8 @@ def _start(x: Tensor) -> int:
 
 
 def _told_apart(args: tuple) -> tuple:
-    """The arguments, with stand-ins for tensors that share a storage, so that a launch shows which one it was given,
-    and for those that start where a plan for aligned tensors would not hold."""
+    """The arguments, with stand-ins for tensors that share a storage, so that a launch shows which one it was
+    given, and for those that start where a plan for aligned tensors would not hold."""
     seen: set[int] = set()
 
     def told_apart(x: Any) -> Any:
@@ -147,27 +162,40 @@ def _operands(plan: LaunchPlan, args: tuple) -> list[tuple[_Operand | None, ...]
 
 
 class _Form(NamedTuple):
-    """All that the code of a call depends on. Tensors are given by their positions among arguments and new tensors."""
+    """All that the code of a call depends on.
+
+    Tensors are given by their positions among arguments and new tensors.
+    """
 
     arguments: int
     new_tensors: int
     outputs: int | None  # how many of the new tensors are returned as a tuple; -1: the first one, None: none
     on_card: bool
-    launches: tuple[tuple[tuple[int, int, bool] | None, ...], ...]  # position, offset, whether it is a descriptor
+    launches: tuple[
+        tuple[tuple[int, int, bool] | None, ...], ...
+    ]  # position, offset, whether it is a descriptor
 
 
 class _PreparedPlan:
     """A plan without its tensors, and the kernels it launches. `call` runs it for other arguments."""
 
-    def __init__(self, prepared: Prepared, plan: LaunchPlan, operands: list[tuple[_Operand | None, ...]], args: tuple):
+    def __init__(
+        self, prepared: Prepared, plan: LaunchPlan, operands: list[tuple[_Operand | None, ...]], args: tuple
+    ):
         self.requests = [request._replace(tensors=()) for request in plan.launches]
         self.operands = operands
         self.allocators = [x.make or _allocator(x.tensor) for x in plan.new_tensors]
-        self.launchers: tuple[DirectLauncher, ...] | None = None  # once kernels are compiled and can be called
+        self.launchers: tuple[DirectLauncher, ...] | None = (
+            None  # once kernels are compiled and can be called
+        )
         first = next(x for x in operands[0] if x is not None)
         card = card_of([*args, *(x.tensor for x in plan.new_tensors)][first.position])
-        outputs = None if plan.outputs is None else -1 if isinstance(plan.outputs, Tensor) else len(plan.outputs)
-        launches = [tuple([x and (x.position, x.offset, x.pattern is not None) for x in each]) for each in operands]
+        outputs = (
+            None if plan.outputs is None else -1 if isinstance(plan.outputs, Tensor) else len(plan.outputs)
+        )
+        launches = [
+            tuple([x and (x.position, x.offset, x.pattern is not None) for x in each]) for each in operands
+        ]
         self.call = _maker(_Form(len(args), len(self.allocators), outputs, card is not None, tuple(launches)))(
             self, prepared.run_route, functools.partial(prepared.keeping, self.launch_by_triton), card and card.index
         )  # fmt: skip
@@ -196,7 +224,10 @@ def _allocator(x: Tensor) -> Callable[[], Tensor]:
 
 @functools.lru_cache(512)
 def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
-    """What makes calls of one form. They are written out as code: a loop over tensors would take twice the time."""
+    """What makes calls of one form.
+
+    They are written out as code: a loop over tensors would take twice the time.
+    """
     used = sorted({x[0] for each in form.launches for x in each if x is not None})
     given = [i for i in used if i < form.arguments]
     allocated = [i for i in used if i >= form.arguments]
@@ -224,7 +255,11 @@ def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
     fixed = [f"allocate{i} = plan.allocators[{i}]" for i in range(form.new_tensors)]
     for n, each in enumerate(form.launches):
         fixed += [f"programs{n} = plan.requests[{n}].programs", f"constants{n} = plan.constants({n})"]
-        fixed += [f"pattern{n}_{i} = plan.operands[{n}][{i}].pattern" for i, x in enumerate(each) if x is not None and x[2]]
+        fixed += [
+            f"pattern{n}_{i} = plan.operands[{n}][{i}].pattern"
+            for i, x in enumerate(each)
+            if x is not None and x[2]
+        ]
     scope = {
         "hooks": hooks, "on_device": torch.cuda.device, "encode": encode,
         "current_device": getattr(torch._C, "_cuda_getDevice", None),

@@ -1,9 +1,10 @@
-"""Tensors without memory that say they are on a card: what a model's call would do there, found out without one.
+"""Tensors without memory that say they are on a card: what a model's call would do there, found out without
+one.
 
-A `TorchFunctionMode` stands between the program and torch. Tensors on the meta device answer as if they were on a card;
-what the program makes there, or moves there, is made on the meta device. So its own code and ours take the branches
-they take on the card, and `launch.recording` lists what they launch. Values there are none: a program that asks for one
-is stopped.
+A `TorchFunctionMode` stands between the program and torch. Tensors on the meta device answer as if they were
+on a card; what the program makes there, or moves there, is made on the meta device. So its own code and ours
+take the branches they take on the card, and `launch.recording` lists what they launch. Values there are none:
+a program that asks for one is stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ PRETENDED = torch.device("cuda", 127)
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _MOST_KNOWN = 2**16  # elements
-_SPACING = 2**32  # bytes of address between two objects that lie one byte apart on the host: more than a card has
+_SPACING = (
+    2**32
+)  # bytes of address between two objects that lie one byte apart on the host: more than a card has
 
 
 class NeedsValuesError(RuntimeError):
@@ -28,7 +31,9 @@ class NeedsValuesError(RuntimeError):
 
 
 def twin(x: Tensor) -> Tensor:
-    """A tensor without memory in the place of another one: sizes, strides, dtype, and how its address is aligned."""
+    """A tensor without memory in the place of another one: sizes, strides, dtype, and how its address is
+    aligned.
+    """
     offset = x.data_ptr() % 16 // x.element_size()
     if offset == 0:
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
@@ -57,7 +62,9 @@ class Pretended(TorchFunctionMode):
     ('cuda', True, torch.Size([4]), [0, 1, 2])
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         first = args[0] if args else None
         if isinstance(first, Tensor):
             answer = _PLACES.get(func) if first.is_meta or is_known(first) else None
@@ -89,8 +96,8 @@ class Pretended(TorchFunctionMode):
 
 
 def _as_cudnn_lays_out(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The output of a convolution: channels last where its input or its weight is. torch's meta kernel asks for the
-    device to know, and knows nothing of 3d (2.13)."""
+    """The output of a convolution: channels last where its input or its weight is. torch's meta kernel asks
+    for the device to know, and knows nothing of 3d (2.13)."""
     last = _CHANNELS_LAST.get(y.dim())
     if last is None or not any(_suggests(t, last) for t in (x, weight)):
         return y
@@ -98,7 +105,10 @@ def _as_cudnn_lays_out(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _suggests(x: Tensor, last: torch.memory_format) -> bool:
-    """Whether torch takes a tensor for channels last. Where all orders are the same one, it is what the strides say."""
+    """Whether torch takes a tensor for channels last.
+
+    Where all orders are the same one, it is what the strides say.
+    """
     if not x.is_contiguous(memory_format=last):
         return False
     return not x.is_contiguous() or (x.stride(1) == 1 and x.shape[1] > 1)
@@ -150,7 +160,9 @@ def _replaced(value: Any, which: Callable[[Any], bool], by: Callable[[Any], Any]
 
 
 def _on_meta(func: Any, args: tuple, device: torch.device = _META) -> tuple:
-    return tuple(device if _is_place(x) or (func is Tensor.to and i and _is_card(x)) else x for i, x in enumerate(args))
+    return tuple(
+        device if _is_place(x) or (func is Tensor.to and i and _is_card(x)) else x for i, x in enumerate(args)
+    )
 
 
 def _named_on_meta(named: dict[str, Any], device: torch.device = _META) -> dict[str, Any]:
@@ -179,7 +191,9 @@ def _address(x: Tensor) -> int:
 
 def _no_values(name: str) -> Callable[[Tensor], Any]:
     def stop(x: Tensor) -> Any:
-        raise NeedsValuesError(f"`{name}` of a tensor {list(x.shape)} on the card: its values are not known ahead")
+        raise NeedsValuesError(
+            f"`{name}` of a tensor {list(x.shape)} on the card: its values are not known ahead"
+        )
 
     return stop
 
@@ -198,7 +212,17 @@ _PLACES: dict[Any, Callable[[Tensor], Any]] = {
 }
 _READS: dict[Any, Callable[[Tensor], Any]] = {
     getattr(Tensor, name): _no_values(name.strip("_"))
-    for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__")
+    for name in (
+        "item",
+        "tolist",
+        "numpy",
+        "cpu",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "__array__",
+    )
 }
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}  # by tensors on the host too
 _CONVOLUTIONS = {torch.conv2d, torch.conv3d}

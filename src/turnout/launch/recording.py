@@ -14,7 +14,8 @@ from turnout.routing.device import Device, assumed
 def recorded(device: Device) -> Iterator[list[Launch]]:
     """While this is entered, the launches of this thread are listed instead of launched.
 
-    Routes plan as if all tensors were on `device`. Tensors on the meta device will do; outputs stay unwritten.
+    Routes plan as if all tensors were on `device`. Tensors on the meta device will do; outputs stay
+    unwritten.
 
     >>> import torch
     >>> from turnout.ops.dot import DOT

@@ -1,9 +1,9 @@
 """Which versions of Triton the kernels compile with, and which kernels did not compile on this machine.
 
-Tests compile every kernel with the Tritons in `COMPILED`, and run all routes on a card with the pairs in `VERIFIED`.
-With any other Triton one small kernel is compiled before a Gluon route is first taken: whether that worked is kept on
-disk, and where it did not the route refuses. A kernel that does not compile although the small one did is remembered
-in the same way (`routing.failures`), so nobody is warned of it twice.
+Tests compile every kernel with the Tritons in `COMPILED`, and run all routes on a card with the pairs in
+`VERIFIED`. With any other Triton one small kernel is compiled before a Gluon route is first taken: whether
+that worked is kept on disk, and where it did not the route refuses. A kernel that does not compile although
+the small one did is remembered in the same way (`routing.failures`), so nobody is warned of it twice.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile(run)`, compiled anew for every set of shapes. One compiled function for all cases would give up after eight
-    of them and run eagerly from then on."""
+    """`torch.compile(run)`, compiled anew for every set of shapes. One compiled function for all cases would
+    give up after eight of them and run eagerly from then on."""
     kept: dict[tuple, Callable[..., Any]] = {}
 
     def call(*args: Any) -> Any:
@@ -27,7 +27,10 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as the replay of a CUDA graph: what is left of a call when the host has nothing to decide. On a CPU, `run` itself."""
+    """`run` as the replay of a CUDA graph: what is left of a call when the host has nothing to decide.
+
+    On a CPU, `run` itself.
+    """
     kept: dict[tuple, tuple[torch.cuda.CUDAGraph, Any]] = {}
 
     def call(*args: Any) -> Any:

@@ -1,13 +1,14 @@
 """The one timer of `tune`, `bench` and `race`.
 
-A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one op after the other
-the longer of the two is felt, so that is the time of a variant; both parts are kept. The card's part is timed with events behind work
-that keeps it busy, so no launch latency leaks in; the host's part with a clock around calls that nothing waits for, as if the host's speed
-had been the same in all rounds.
-Variants take turns in one loop, in another order each time (a card that has just been hot runs slower: the same kernel took 8 % longer
-behind a heavier one), the clocks are warm, the data is cold: buffers rotate, and on a GPU other memory is read before each call.
-Read, not written: writing would leave dirty lines, and a call would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s).
-On a CPU nothing else is read, since that would empty the caches of the interpreter too; a call before each sample warms the code.
+A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one
+op after the other the longer of the two is felt, so that is the time of a variant; both parts are kept. The
+card's part is timed with events behind work that keeps it busy, so no launch latency leaks in; the host's
+part with a clock around calls that nothing waits for, as if the host's speed had been the same in all rounds.
+Variants take turns in one loop, in another order each time (a card that has just been hot runs slower: the
+same kernel took 8 % longer behind a heavier one), the clocks are warm, the data is cold: buffers rotate, and
+on a GPU other memory is read before each call. Read, not written: writing would leave dirty lines, and a call
+would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s). On a CPU nothing else is read, since
+that would empty the caches of the interpreter too; a call before each sample warms the code.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ import torch
 _HOST_CALLS = 50
 _SHORT = 200.0  # us: the host sets the time of such a call, and asking it often costs little
 _WARM = 40  # passes over half a gigabyte, 5 ms on an H200
-_BUSY = 4  # of them before a sample at least: half a millisecond, longer than a host takes to queue most calls
+_BUSY = (
+    4  # of them before a sample at least: half a millisecond, longer than a host takes to queue most calls
+)
 
 
 class Timing(NamedTuple):
-    """Microseconds per call: the median of max(device, host), its interquartile range, the medians of the card's and the host's part."""
+    """Microseconds per call: the median of max(device, host), its interquartile range, the medians of the
+    card's and the host's part.
+    """
 
     us: float
     iqr: float
@@ -77,10 +82,12 @@ def time_variants(
 ) -> dict[str, Timing]:  # fmt: skip
     """Time each variant on the given sets of inputs, taking turns.
 
-    `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each variant or `seconds`,
-    whichever comes first, but takes three samples at least.
+    `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each
+    variant or `seconds`, whichever comes first, but takes three samples at least.
     """
-    for args in inputs if device.type == "cuda" else inputs[:1]:  # compile, allocate, load; a graph is captured for each set
+    for args in (
+        inputs if device.type == "cuda" else inputs[:1]
+    ):  # compile, allocate, load; a graph is captured for each set
         for run in variants.values():
             run(*args)
     if device.type == "cuda":
@@ -108,7 +115,8 @@ def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
 
 def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Timing]:
     with torch.cuda.device(device):
-        # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host needs to queue the call.
+        # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host
+        # needs to queue the call.
         flush = torch.zeros(max(512 * 2**20, 4 * cache) // 4, device=device)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -140,23 +148,30 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
 
 
 def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Host times of all rounds as if the host had always had its usual speed. It changes by half and back within seconds, for all variants
-    of a round alike, and where that happens in the middle, the median of each is at one speed or the other by chance. The times of one
-    variant alone say nothing of the host's speed and stay as they are."""
+    """Host times of all rounds as if the host had always had its usual speed. It changes by half and back
+    within seconds, for all variants of a round alike, and where that happens in the middle, the median of
+    each is at one speed or the other by chance. The times of one variant alone say nothing of the host's
+    speed and stay as they are."""
     if len(host_us) < 2:
         return {name: list(taken) for name, taken in host_us.items()}
     rounds = [statistics.geometric_mean(taken) for taken in zip(*host_us.values(), strict=True)]
     usual = statistics.median(rounds)
-    return {name: [us * usual / speed for us, speed in zip(taken, rounds, strict=True)] for name, taken in host_us.items()}
+    return {
+        name: [us * usual / speed for us, speed in zip(taken, rounds, strict=True)]
+        for name, taken in host_us.items()
+    }
 
 
 def _passes(host_us: Sequence[float], pass_us: float) -> int:
-    """Enough work to keep the card busy for as long as the host takes to queue a call, and half as long again."""
+    """Enough work to keep the card busy for as long as the host takes to queue a call, and half as long
+    again.
+    """
     return max(_BUSY, int(1.5 * min(host_us, default=0.0) / max(pass_us, 1.0)) + 1)
 
 
 def _host_time(run: Callable[..., Any], args: tuple, device_us: float) -> float:
-    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold caches. Few of a call that keeps
+    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold
+    caches. Few of a call that keeps
     the card for long: the host does not set its time, and all of them are waited for."""
     spent = []
     for _ in range(max(3, min(_HOST_CALLS, int(10e3 / max(device_us, 1.0))))):
@@ -168,9 +183,12 @@ def _host_time(run: Callable[..., Any], args: tuple, device_us: float) -> float:
 
 
 def _summary(device_us: Sequence[float], host_us: Sequence[float]) -> Timing:
-    # Not the least: hosts have rare quick moments, and the same call, timed as two variants, took 12.7 us in one, 15.9 in the other.
+    # Not the least: hosts have rare quick moments, and the same call, timed as two variants, took 12.7 us in
+    # one, 15.9 in the other.
     host = statistics.median(host_us)
-    hosts = host_us if len(host_us) == len(device_us) else [host] * len(device_us)  # long calls: the host is asked now and then
+    hosts = (
+        host_us if len(host_us) == len(device_us) else [host] * len(device_us)
+    )  # long calls: the host is asked now and then
     felt = [max(pair) for pair in zip(device_us, hosts, strict=True)]
     spread = statistics.quantiles(felt, n=4)
     return Timing(statistics.median(felt), spread[2] - spread[0], statistics.median(device_us), host)

@@ -1,4 +1,7 @@
-"""tune: measure every route that can take a call, keep what is right, remember what is fast. Only when asked, within a budget."""
+"""tune: measure every route that can take a call, keep what is right, remember what is fast.
+
+Only when asked, within a budget.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,15 @@ def tune(
     during: Callable[[], Any] | None = None, again: bool = False, budget: float = 60.0, device: str | torch.device | None = None,
     save: bool = True, progress: bool = True, **kwargs: Any,
 ) -> list[Row]:  # fmt: skip
-    """Measure the routes of one call, of what a model calls, of an op's cases, or of every op's cases, and keep the times for this machine.
+    """Measure the routes of one call, of what a model calls, of an op's cases, or of every op's cases, and
+    keep the times for this machine.
 
-    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of both; `tune()` all cases.
-    `tune(during=lambda: vae.decode(z))` runs that function once and measures what it asks of ops, or of the ops that are named, each call
-    when it first comes and with the arguments it comes with; calls that were measured before are not, unless `again`.
-    It stops measuring when `budget` seconds are over; what was measured until then is kept. A route whose output is wrong is not timed,
-    with a warning. `save=False` keeps nothing.
-    Returns a row for each problem measured.
+    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of
+    both; `tune()` all cases. `tune(during=lambda: vae.decode(z))` runs that function once and measures what
+    it asks of ops, or of the ops that are named, each call when it first comes and with the arguments it
+    comes with; calls that were measured before are not, unless `again`. It stops measuring when `budget`
+    seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a
+    warning. `save=False` keeps nothing. Returns a row for each problem measured.
 
     >>> import torch, turnout
     >>> [row] = turnout.tune("dot", torch.ones(4096), torch.ones(4096), budget=1, save=False, progress=False)
@@ -66,8 +70,12 @@ def tune(
         raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
     if during is not None:
         if args or kwargs:
-            raise TypeError("tune was given the arguments of a call and during=; it measures either that call or those of a function")
-        return _during(during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress)
+            raise TypeError(
+                "tune was given the arguments of a call and during=; it measures either that call or those of a function"
+            )
+        return _during(
+            during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress
+        )
     if op is not None and (args or kwargs):
         known, made = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
         calls = [(known, known.name, lambda: made)]
@@ -82,7 +90,9 @@ def tune(
             left = end - time.perf_counter()
             if rows and left <= 0:
                 warnings.warn(
-                    f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured", TurnoutWarning, stacklevel=2
+                    f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured",
+                    TurnoutWarning,
+                    stacklevel=2,
                 )
                 break
             step(label)
@@ -106,10 +116,16 @@ def _as_run(call: Lowered) -> Lowered:
 
 
 def _named(op: str | Callable[..., Any] | Sequence[str] | None) -> list[Op]:
-    return list(OPS.values()) if op is None else [op_named(o) for o in ([op] if isinstance(op, str) or callable(op) else op)]
+    return (
+        list(OPS.values())
+        if op is None
+        else [op_named(o) for o in ([op] if isinstance(op, str) or callable(op) else op)]
+    )
 
 
-def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool, save: bool, progress: bool) -> list[Row]:
+def _during(
+    run: Callable[[], Any], ops: set[str], budget: float, *, again: bool, save: bool, progress: bool
+) -> list[Row]:
     """Measure while it runs: the arguments are there, as they are, and are not kept."""
     rows: list[Row] = []
     seen: set[Any] = set()
@@ -118,7 +134,9 @@ def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool
 
     def new_call(op: Op, args: tuple) -> None:
         nonlocal left_out
-        if op.name not in ops or not busy.acquire(blocking=False):  # a route may ask other ops, and has been asked already
+        if op.name not in ops or not busy.acquire(
+            blocking=False
+        ):  # a route may ask other ops, and has been asked already
             return
         try:
             where = next(x.device for x in args if isinstance(x, torch.Tensor))
@@ -128,7 +146,9 @@ def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool
             seen.add(call)
             left = end - time.perf_counter()
             known = Device.of(where)
-            if not _candidates(op, call[1], known) or (not again and Tables.for_device(known).has(op, call[1])):
+            if not _candidates(op, call[1], known) or (
+                not again and Tables.for_device(known).has(op, call[1])
+            ):
                 return
             if rows and left <= 0:
                 left_out += 1
@@ -140,7 +160,9 @@ def _during(run: Callable[[], Any], ops: set[str], budget: float, *, again: bool
                 publish(row, device)
         except (RuntimeError, MemoryError) as failure:
             why = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            warnings.warn(f"turnout.tune: a call of {op.name} is left out: {why}", TurnoutWarning, stacklevel=2)
+            warnings.warn(
+                f"turnout.tune: a call of {op.name} is left out: {why}", TurnoutWarning, stacklevel=2
+            )
         finally:
             busy.release()
 
@@ -166,12 +188,16 @@ def remember(row: Row, device: Device) -> None:
 @torch.no_grad()
 @without_autocast()
 def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = None) -> tuple[Row, Device]:
-    """Verify and time every route that takes these arguments, each in its best configuration, and the reference."""
+    """Verify and time every route that takes these arguments, each in its best configuration, and the
+    reference.
+    """
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     where = tensors[0].device
     device, problem = Device.of(where), op.problem(*args)
     candidates = _candidates(op, problem, device)
-    inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]  # the trial's own arguments stay as they are
+    inputs = (
+        rotating(args, device) if not op.mutates else copies(args, 3)[1:]
+    )  # the trial's own arguments stay as they are
     trial = trial or Trial(op, args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
@@ -181,20 +207,30 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
             continue
         share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
         variants = {name: run for name, (run, _) in sound.items()}
-        timings = time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share) if len(sound) > 1 else None
+        timings = (
+            time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share)
+            if len(sound) > 1
+            else None
+        )
         # By the card's part: the host takes the same time for all of them, and its moods would decide.
         name = min(timings, key=lambda n, found=timings: found[n].device_us) if timings else next(iter(sound))
         run, best[route.name] = sound[name]
-        runs[route.name] = op.with_runtime_checks(run, args)  # with what the router asks before it runs a route
+        runs[route.name] = op.with_runtime_checks(
+            run, args
+        )  # with what the router asks before it runs a route
     errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
-    timings = time_variants(runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2)
+    timings = time_variants(
+        runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2
+    )
     row = Row(
         op=op.name,
         problem={name: plain(value) for name, value in problem._asdict().items()},
         us=_rounded(timings, "us"),
         iqr=_rounded(timings, "iqr"),
         error=errors,
-        peak_mib={name: peak_mib(run, inputs[0]) for name, run in runs.items()} if where.type == "cuda" else {},
+        peak_mib={name: peak_mib(run, inputs[0]) for name, run in runs.items()}
+        if where.type == "cuda"
+        else {},
         config=best,
         version={name: op.routes[name].version for name in best},
         code_hash={name: op.routes[name].code_hash for name in best},
@@ -205,10 +241,16 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
 
 
 def _candidates(op: Op, problem: Any, device: Device) -> list[Route]:
-    return [route for route in op.routes.values() if route.numerics != "lossy" and not any(route.refuses(problem, device))]
+    return [
+        route
+        for route in op.routes.values()
+        if route.numerics != "lossy" and not any(route.refuses(problem, device))
+    ]
 
 
-def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> Iterator[tuple[Config, Callable]]:
+def _sound(
+    op: Op, route: Route, args: tuple, device: Device, trial: Trial
+) -> Iterator[tuple[Config, Callable]]:
     """The configurations of a route that launch and give the right output, each with what runs it."""
     for config in route.configs(op.problem(*args), device):
         run = route.prepared(args, config).call
@@ -219,11 +261,17 @@ def _sound(op: Op, route: Route, args: tuple, device: Device, trial: Trial) -> I
         if why is None:
             yield config, run
         else:
-            warnings.warn(f"turnout.tune: {op.name} route {route.name!r} {config} is left out: {why}", TurnoutWarning, stacklevel=4)
+            warnings.warn(
+                f"turnout.tune: {op.name} route {route.name!r} {config} is left out: {why}",
+                TurnoutWarning,
+                stacklevel=4,
+            )
 
 
 def rotating(args: tuple, device: Device) -> list[tuple]:
-    """Enough sets of the arguments to outgrow the cache, within reason: on a GPU the timer empties the cache besides."""
+    """Enough sets of the arguments to outgrow the cache, within reason: on a GPU the timer empties the cache
+    besides.
+    """
     size = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
     most = 64 if device.type == "cpu" else 4
     return copies(args, max(2, min(most, math.ceil(3 * device.cache / max(size, 1)))))
@@ -255,7 +303,13 @@ class _progress:
             return lambda label: None
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.bar = Progress(TextColumn("tuning"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(
+            TextColumn("tuning"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
         seen = itertools.count()

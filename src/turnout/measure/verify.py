@@ -15,7 +15,11 @@ from turnout.routing.precision import strict_float32
 if TYPE_CHECKING:
     from turnout.routing.op import Op
 
-_WIDER = {torch.complex64: torch.complex128, torch.complex32: torch.complex128, torch.complex128: torch.complex128}
+_WIDER = {
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+    torch.complex128: torch.complex128,
+}
 CLOSE = 1.5
 _FEW, _ENOUGH = 256, 4096  # numbers
 _DRAWS = 8
@@ -30,9 +34,12 @@ def widened(x: Any, wide: torch.dtype = torch.float64) -> Any:
 
 
 def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
-    """Everything a run gives back, and everything it writes into, as one tuple; the given arguments stay as they are."""
+    """Everything a run gives back, and everything it writes into, as one tuple; the given arguments stay as
+    they are.
+    """
     args = tuple(
-        copy(x) if name in op.mutates and isinstance(x, Tensor) else x for name, x in zip(op.signature.parameters, args, strict=True)
+        copy(x) if name in op.mutates and isinstance(x, Tensor) else x
+        for name, x in zip(op.signature.parameters, args, strict=True)
     )
     found = run(*args)
     written = tuple(x for name, x in zip(op.signature.parameters, args, strict=True) if name in op.mutates)
@@ -41,16 +48,22 @@ def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
 
 
 def truth(op: Op, args: tuple) -> tuple[Tensor, ...]:
-    """What the reference gives in float64. Where that would take minutes and all numbers are of a half type, in strict float32, whose error
-    is a thousandth of theirs."""
-    halves = all(x.dtype in (torch.float16, torch.bfloat16) for x in args if isinstance(x, Tensor) and x.is_floating_point())
+    """What the reference gives in float64. Where that would take minutes and all numbers are of a half type,
+    in strict float32, whose error is a thousandth of theirs."""
+    halves = all(
+        x.dtype in (torch.float16, torch.bfloat16)
+        for x in args
+        if isinstance(x, Tensor) and x.is_floating_point()
+    )
     wide = torch.float32 if halves and op.work(op.problem(*args)).flops > _MANY else torch.float64
     with strict_float32(("cuda", "conv")) if wide is torch.float32 else contextlib.nullcontext():
         return outputs(op, op.reference, tuple(widened(x, wide) for x in args))
 
 
 def relative_error(output: Tensor, true: Tensor) -> float:
-    """The norm of the difference over the norm of the truth; infinite where one is finite and the other is not."""
+    """The norm of the difference over the norm of the truth; infinite where one is finite and the other is
+    not.
+    """
     wide = torch.complex128 if true.is_complex() else torch.float64
     difference = size = 0.0
     for x, y in zip(_parts(output.detach()), _parts(true.detach()), strict=True):
@@ -76,9 +89,10 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 class Trial:
     """What the reference and float64 make of some arguments, to hold routes against.
 
-    An output of a few numbers says little about the error of the code behind it: by luck it may be far better or
-    worse. Such a call is tried eight times (`draws`), with all tensors but the first rolled along the last of their
-    dimensions that is longer than 1, and errors are taken over all of that. So is one of a few thousand numbers that
+    An output of a few numbers says little about the error of the code behind it: by luck it may be far better
+    or worse. Such a call is tried eight times (`draws`), with all tensors but the first rolled along the last
+    of their dimensions that is longer than 1, and errors are taken over all of that. So is one of a few
+    thousand numbers that
     seems too far off: those of one query have most of their error in common.
     """
 
@@ -92,28 +106,45 @@ class Trial:
     def _drawn(self, i: int) -> tuple:
         if i == 0:
             return self.args
-        tensors = [n for n, x in enumerate(self.args) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.dim()]
-        return tuple(laid_like(x, rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args))
+        tensors = [
+            n
+            for n, x in enumerate(self.args)
+            if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.dim()
+        ]
+        return tuple(
+            laid_like(x, rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args)
+        )
 
     def complaint(self, numerics: str, run: Callable[..., Any]) -> str | None:
-        """Why a run does not keep the promise of its numerics class, or None. Shape, dtype and strides belong to every promise."""
+        """Why a run does not keep the promise of its numerics class, or None.
+
+        Shape, dtype and strides belong to every promise.
+        """
         found = [outputs(self.op, run, self._drawn(i)) for i in range(self.draws)]
         for output, reference in zip(found, self.expected, strict=True):
             if len(output) != len(reference):
                 return f"{len(output)} outputs, the reference gives {len(reference)}"
             why = next(
-                (why for x, y in zip(output, reference, strict=True) if (why := _misfit(x, y, numerics == "exact")) is not None), None
+                (
+                    why
+                    for x, y in zip(output, reference, strict=True)
+                    if (why := _misfit(x, y, numerics == "exact")) is not None
+                ),
+                None,
             )
             if why is not None:
                 return why
         if numerics != "close":
             return None
         for output, reference, true in zip(
-            *(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)), strict=True
+            *(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)),
+            strict=True,
         ):
             why = self.too_far(output, reference, true)
             if why is not None and self.draws == 1 and reference.numel() <= _ENOUGH:
-                return Trial(self.op, self.args, draws=_DRAWS).complaint(numerics, run)  # that may have been luck, too
+                return Trial(self.op, self.args, draws=_DRAWS).complaint(
+                    numerics, run
+                )  # that may have been luck, too
             if why is not None:
                 return why
         return None
@@ -121,7 +152,11 @@ class Trial:
     def too_far(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
         """Why an output is further from float64 than `close` allows, or None."""
         error, allowed = relative_error(output, true), allowed_error(reference, true)
-        return None if error <= allowed else f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
+        return (
+            None
+            if error <= allowed
+            else f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
+        )
 
     def error(self, run: Callable[..., Any]) -> float:
         """The relative error of a run's first output against float64."""
@@ -150,13 +185,14 @@ def _misfit(output: Tensor, reference: Tensor, exact: bool) -> str | None:
 
 
 def allowed_error(reference: Tensor, true: Tensor) -> float:
-    """1.5 times the reference's own error, and never less than rounding the result once would make: the reference may avoid that by luck,
-    the more so the fewer numbers there are. For float64 there is no wider truth, so the reference is held against itself and reordered
-    sums must agree to 1e-10."""
+    """1.5 times the reference's own error, and never less than rounding the result once would make: the
+    reference may avoid that by luck, the more so the fewer numbers there are. For float64 there is no wider
+    truth, so the reference is held against itself and reordered sums must agree to 1e-10."""
     if not (reference.is_floating_point() or reference.is_complex()):
         return 0.0
     if reference.dtype in (torch.float64, torch.complex128):
         return max(CLOSE * relative_error(reference, true), 1e-10)
-    # A half type is rounded to once, which makes eps / sqrt(12) on average; in float32 every step rounds as much as the last.
+    # A half type is rounded to once, which makes eps / sqrt(12) on average; in float32 every step rounds as
+    # much as the last.
     roundings = 2.0 if reference.numel() < _ENOUGH else 0.35 if reference.element_size() == 2 else 1.0
     return max(CLOSE * relative_error(reference, true), roundings * torch.finfo(reference.dtype).eps)

@@ -35,7 +35,11 @@ def _weights(*norms: Any) -> Any:
 
 def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q, k, v `[B, S, H, D]`; gives `[B, S, H*D]`."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+    from diffusers.models.attention_dispatch import (
+        AttentionBackendName,
+        _AttentionBackendRegistry,
+        dispatch_attention_fn,
+    )
 
     backend, parallel = processor._attention_backend, processor._parallel_config
     if backend is None and parallel is None and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE:

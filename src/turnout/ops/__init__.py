@@ -1,4 +1,7 @@
-"""One folder per op. Importing this package declares all of them; nothing is compiled, and neither Triton nor Numba is imported."""
+"""One folder per op.
+
+Importing this package declares all of them; nothing is compiled, and neither Triton nor Numba is imported.
+"""
 
 import turnout.ops.attention.routes
 import turnout.ops.causal_conv1d.routes

@@ -1,4 +1,6 @@
-"""How tensors lie in memory, said in few numbers: what kernels of several ops ask of sizes, strides and addresses."""
+"""How tensors lie in memory, said in few numbers: what kernels of several ops ask of sizes, strides and
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ VECTOR_BYTES = 16  # the widest load of one thread
 
 
 def folded(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """Sizes and strides (of one or several tensors) with as few dimensions as possible, the widest stride of the first tensor first.
+    """Sizes and strides (of one or several tensors) with as few dimensions as possible, the widest stride of
+    the first tensor first.
 
     Dimensions of size 1 go, and two become one where in every tensor the outer walks on where the inner ends.
 
@@ -26,7 +29,9 @@ def folded(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], li
     lengths: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for axis in kept:
-        if lengths and all(own[-1] == sizes[axis] * given[axis] for own, given in zip(steps, strides, strict=True)):
+        if lengths and all(
+            own[-1] == sizes[axis] * given[axis] for own, given in zip(steps, strides, strict=True)
+        ):
             lengths[-1] *= sizes[axis]
             for own, given in zip(steps, strides, strict=True):
                 own[-1] = given[axis]
@@ -65,7 +70,8 @@ def misaligned(*tensors: Tensor | None) -> int:
 
 
 def widest_vector(itemsize: int, off: int, *numbers: int) -> int:
-    """The widest vector, in elements and a power of two, that divides every number and starts at addresses that are `off`.
+    """The widest vector, in elements and a power of two, that divides every number and starts at addresses
+    that are `off`.
 
     >>> widest_vector(2, 0, 96, 384), widest_vector(2, 0, 12), widest_vector(2, 4, 96)
     (8, 4, 2)
@@ -139,5 +145,9 @@ def flat(x: Tensor) -> Any:
     """The memory from the first to the last element of a CPU tensor as a numpy vector, as `array` has it."""
     import numpy as np
 
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    span = (
+        1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        if x.numel()
+        else 0
+    )
     return np.asarray(_Memory(x, (span,), None))

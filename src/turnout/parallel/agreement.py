@@ -75,7 +75,9 @@ def compare(engine: Engine, mine: dict[str, str]) -> None:
         for rank, said in enumerate(all_of_them):
             values.setdefault(said.get(key), []).append(rank)
         if len(values) > 1:
-            differences.append(f"{key}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items()))
+            differences.append(
+                f"{key}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            )
     if differences:
         raise RanksDiffer(f"ranks must agree, and differ in {'; '.join(differences)}")
 

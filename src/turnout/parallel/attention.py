@@ -1,13 +1,13 @@
 """Attention of a split model: a rank asks for its own pixels, and sees all of them.
 
-Every rank computes queries, keys and values of the whole frame, as one process does: they cost little beside the
-attention, and their bits do not depend on who computes them. Of the attention itself a rank computes the rows of its
-own pixels, by the route that the whole call takes; the other rows are zeros, which nobody reads.
+Every rank computes queries, keys and values of the whole frame, as one process does: they cost little beside
+the attention, and their bits do not depend on who computes them. Of the attention itself a rank computes the
+rows of its own pixels, by the route that the whole call takes; the other rows are zeros, which nobody reads.
 
-Whether a row's bits depend on how many others are computed with it is known of torch's kernel for CPUs: it takes rows
-by 32, 64 or 256, and only a rest of one to three rows goes another way. So own rows are filled up to whole blocks, and
-such a rest of the whole call is computed as one. All the same, each kind of call is compared with the whole one when
-it is first seen, and computed whole where it differs.
+Whether a row's bits depend on how many others are computed with it is known of torch's kernel for CPUs: it
+takes rows by 32, 64 or 256, and only a rest of one to three rows goes another way. So own rows are filled up
+to whole blocks, and such a rest of the whole call is computed as one. All the same, each kind of call is
+compared with the whole one when it is first seen, and computed whole where it differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _LEAST_ROWS = 32  # of a block of torch's kernel for CPUs
 class OwnQueries:
     """Attention of one rank, whose queries are the pixels of whole frames, row by row.
 
-    runs: kinds of calls, and what computes rows of them; None where rows by themselves are not those of the whole.
+    runs: kinds of calls, and what computes rows of them; None where rows by themselves are not those of the
+    whole.
     """
 
     def __init__(self, exchange: Exchange):
@@ -46,7 +47,10 @@ class OwnQueries:
             yield
 
     def attend(self, height: int, width: int, whole: Rows, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v `[B, H, S, D]`; `whole` is what would be called. Rows that are not this rank's may be zeros."""
+        """q, k, v `[B, H, S, D]`; `whole` is what would be called.
+
+        Rows that are not this rank's may be zeros.
+        """
         if self.exchange.axis == 0 or not q.shape[2] or q.shape[2] % (height * width):
             return whole(q, k, v)
         rows = self._rows(height, width, q.shape[2], q.device)
@@ -56,7 +60,9 @@ class OwnQueries:
             return whole(q, k, v) if run is None else _rows_of(run, q, k, v, rows)
         run = _route_of_the_whole(q, k, v) if _saves(q, len(rows)) else None
         expected = whole(q, k, v)
-        if run is not None and not torch.equal(_rows_of(run, q, k, v, rows)[:, :, rows], expected[:, :, rows]):
+        if run is not None and not torch.equal(
+            _rows_of(run, q, k, v, rows)[:, :, rows], expected[:, :, rows]
+        ):
             run = None
         self.runs[kind] = run
         return expected
@@ -72,7 +78,9 @@ def _saves(q: Tensor, rows: int) -> bool:
 
 
 def _route_of_the_whole(q: Tensor, k: Tensor, v: Tensor) -> Rows | None:
-    """What the whole call takes, for some rows of it; None where it is a route whose rows are not known on a CPU."""
+    """What the whole call takes, for some rows of it; None where it is a route whose rows are not known on a
+    CPU.
+    """
     args = arguments(q, k, v)
     verdict = ATTENTION.explain(args)
     if verdict.chosen == REFERENCE:

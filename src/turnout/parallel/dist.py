@@ -1,8 +1,8 @@
 """Ranks as processes: a 1-D `DeviceMesh`, NCCL on GPUs and gloo on CPUs.
 
 Tensors travel by point-to-point messages. With NCCL they use the mesh's own group. With gloo they use
-connections of our own: closing them ends a call on all ranks, and the next call opens new ones. What ranks say
-on the host (digests, failures) travels by the store through which torch.distributed started.
+connections of our own: closing them ends a call on all ranks, and the next call opens new ones. What ranks
+say on the host (digests, failures) travels by the store through which torch.distributed started.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Dist:
     def __init__(self, mesh: DeviceMesh, timeout: float):
         global _made
         if mesh.ndim != 1:
-            raise ValueError(f"a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; it needs one: take mesh['name']")
+            raise ValueError(
+                f"a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; it needs one: take mesh['name']"
+            )
         self.mesh, self.timeout = mesh, timeout
         self.group = mesh.get_group()
         self.backend = dist.get_backend(self.group)
@@ -63,7 +65,9 @@ class Dist:
             return
         if self.backend != "gloo":
             messages = [dist.P2POp(dist.isend, x, group=self.group, group_peer=other) for other, x in sends]
-            messages += [dist.P2POp(dist.irecv, x, group=self.group, group_peer=other) for other, x in receives]
+            messages += [
+                dist.P2POp(dist.irecv, x, group=self.group, group_peer=other) for other, x in receives
+            ]
             for work in dist.batch_isend_irecv(messages):
                 work.wait()  # the stream waits, not the host
             return
@@ -92,7 +96,9 @@ class Dist:
             except RuntimeError as failure:  # DistStoreError: not there yet, or the store is gone
                 self._raise_if_failed()
                 if time.monotonic() >= end:
-                    raise RankFailed(f"rank {rank} did not answer within {self.timeout:g} s: {failure}") from failure
+                    raise RankFailed(
+                        f"rank {rank} did not answer within {self.timeout:g} s: {failure}"
+                    ) from failure
 
     def fail(self, failure: BaseException) -> None:
         """Tell all ranks that this one has failed, and close what they may be waiting at."""
@@ -113,7 +119,9 @@ class Dist:
             yield
         except RuntimeError as failure:
             self._raise_if_failed()
-            raise RankFailed(f"rank {self.rank} lost another rank, or waited {self.timeout:g} s for it: {failure}") from failure
+            raise RankFailed(
+                f"rank {self.rank} lost another rank, or waited {self.timeout:g} s for it: {failure}"
+            ) from failure
 
     def _raise_if_failed(self) -> None:
         reason = None

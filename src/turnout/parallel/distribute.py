@@ -30,8 +30,8 @@ _AUTOENCODERS = "diffusers.models.autoencoders"
 
 
 class Known(NamedTuple):
-    """Modules of a VAE that mix all pixels of a frame. Every rank computes them whole, but for `attention`: of those
-    whose last step that mixes pixels is attention, a rank attends from its own pixels only."""
+    """Modules of a VAE that mix all pixels of a frame. Every rank computes them whole, but for `attention`:
+    of those whose last step that mixes pixels is attention, a rank attends from its own pixels only."""
 
     attention: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
@@ -42,7 +42,9 @@ KNOWN = {
     f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Known(("QwenImageAttentionBlock",)),
     f"{_AUTOENCODERS}.autoencoder_kl.AutoencoderKL": Known(("Attention",)),
     f"{_AUTOENCODERS}.autoencoder_kl_flux2.AutoencoderKLFlux2": Known(("Attention",)),
-    f"{_AUTOENCODERS}.autoencoder_kl_hunyuan_video.AutoencoderKLHunyuanVideo": Known(whole=("HunyuanVideoMidBlock3D",)),
+    f"{_AUTOENCODERS}.autoencoder_kl_hunyuan_video.AutoencoderKLHunyuanVideo": Known(
+        whole=("HunyuanVideoMidBlock3D",)
+    ),
     f"{_AUTOENCODERS}.autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": Known(),
     f"{_AUTOENCODERS}.autoencoder_kl_ltx.AutoencoderKLLTXVideo": Known(),
     f"{_AUTOENCODERS}.autoencoder_kl_ltx2.AutoencoderKLLTX2Video": Known(),
@@ -53,18 +55,18 @@ def distribute(
     vae: Any, mesh: Any, *, split: Literal["auto", "height", "width", "batch"] = "auto",
     gather: Literal["all", "first", "none"] = "all", timeout: float = 600.0,
 ) -> Report:  # fmt: skip
-    """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit as
-    on one rank.
+    """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit
+    as on one rank.
 
     vae: `AutoencoderKLWan` (2.1, 2.2), `AutoencoderKLQwenImage`, `AutoencoderKL` (SD, SDXL, Flux),
     `AutoencoderKLFlux2`, `AutoencoderKLHunyuanVideo`, `AutoencoderKLCogVideoX`, `AutoencoderKLLTXVideo` or
     `AutoencoderKLLTX2Video`, stock or accelerated, on this rank's device; `accelerate` may also come later.
-    Every rank makes this call with the same weights, then calls `decode`, `encode` or `DecodeStream.decode` with
-    the same whole input.
+    Every rank makes this call with the same weights, then calls `decode`, `encode` or `DecodeStream.decode`
+    with the same whole input.
     mesh: a 1-D `torch.distributed.DeviceMesh`, or `turnout.parallel.Lockstep(ranks)`: ranks as threads on one
     device, or `turnout.parallel.Fake(rank, ranks)`: one rank's compute alone.
-    split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part is
-    the smallest share. Parts may differ by one row of latents.
+    split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part
+    is the smallest share. Parts may differ by one row of latents.
     gather: "all" ranks get the whole result, the "first" one (others get None), or "none": each has its part.
     timeout: seconds to wait for another rank; then the call fails on all.
 
@@ -72,9 +74,9 @@ def distribute(
     are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
     autocast, are computed whole on every rank, with a warning. `restore` undoes it.
 
-    Group norms are computed of parts where the whole call takes sums of blocks: on a CPU for large pictures, on a GPU
-    inside `turnout.pin(group_norm_silu="block-sums", ...)`, which then holds for one rank and for many. Elsewhere
-    their inputs are gathered.
+    Group norms are computed of parts where the whole call takes sums of blocks: on a CPU for large pictures,
+    on a GPU inside `turnout.pin(group_norm_silu="block-sums", ...)`, which then holds for one rank and for
+    many. Elsewhere their inputs are gathered.
 
     >>> import torch, turnout
     >>> from diffusers import AutoencoderKLWan
@@ -102,7 +104,9 @@ def distribute(
         name = type(module).__name__
         if name in known.attention:
             patch.put_front(module, _Attention, {})
-            report.entries.append(Entry(path, name, "attention of own pixels, the rest whole on every rank", fused=True))
+            report.entries.append(
+                Entry(path, name, "attention of own pixels, the rest whole on every rank", fused=True)
+            )
         elif name in known.whole:
             patch.put_front(module, _Whole, {})
             report.entries.append(Entry(path, name, "whole on every rank", fused=True))
@@ -124,7 +128,9 @@ def _known(vae: Any) -> Known:
 
 def _refuse_tiling(vae: Any) -> None:
     if getattr(vae, "use_tiling", False):
-        raise ValueError(f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; call vae.disable_tiling()")
+        raise ValueError(
+            f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; call vae.disable_tiling()"
+        )
 
 
 def _refuse_noise(vae: nn.Module) -> None:
@@ -144,7 +150,9 @@ def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
         from turnout.parallel.dist import Dist
 
         return Dist(mesh, timeout)
-    raise TypeError(f"distribute: a mesh of type {type(mesh).__name__}; it needs a torch.distributed.DeviceMesh of one dimension")
+    raise TypeError(
+        f"distribute: a mesh of type {type(mesh).__name__}; it needs a torch.distributed.DeviceMesh of one dimension"
+    )
 
 
 def _take_fronts(vae: nn.Module) -> None:
@@ -209,7 +217,9 @@ class Distribution:
         self.splits: dict[tuple, Split] = {}  # of each rank, axis, size and settings
         self.agreed: set[tuple] = set()
         self.sums_blocks = any(isinstance(module, nn.GroupNorm) for module in vae.modules())
-        self.alike: dict[tuple, bool] = {}  # kinds of calls: whether samples by themselves have the bits of all together
+        self.alike: dict[
+            tuple, bool
+        ] = {}  # kinds of calls: whether samples by themselves have the bits of all together
         self.warned = False
 
     def meet(self) -> None:
@@ -251,7 +261,9 @@ class Distribution:
         if torch.compiler.is_compiling():
             raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
         if REPLAYS in vars(vae):
-            raise ValueError("a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True")
+            raise ValueError(
+                "a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True"
+            )
         engine = self.engine
         if not isinstance(engine, Lockstep):
             return self._on_rank(engine, vae, name, x, whole, on_part)
@@ -296,16 +308,19 @@ class Distribution:
     def _batch(
         self, engine: Engine, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
     ) -> Callable[[], Any] | None:  # fmt: skip
-        """What runs a call of many samples, each rank its own and nothing exchanged; None: they are split by rows.
+        """What runs a call of many samples, each rank its own and nothing exchanged; None: they are split by
+        rows.
 
-        A kernel may round otherwise for fewer samples. So a call of this kind is computed both ways when it is
-        first seen; where the bits are not the same, its samples stay together.
+        A kernel may round otherwise for fewer samples. So a call of this kind is computed both ways when it
+        is first seen; where the bits are not the same, its samples stay together.
         """
         samples = x.shape[0]
         if name == "stream" or self.split not in ("auto", "batch") or samples < self.ranks:
             if self.split == "batch":
                 given = "a DecodeStream, whose frames" if name == "stream" else f"{samples} samples, which"
-                raise ValueError(f"{name}: {given} cannot be dealt out to {self.ranks} ranks; use split='auto'")
+                raise ValueError(
+                    f"{name}: {given} cannot be dealt out to {self.ranks} ranks; use split='auto'"
+                )
             return None
         self._agree(engine, name, x, "by samples")
         engine.begin()
@@ -351,7 +366,11 @@ class Distribution:
         pixels = _pixels_of_a_latent(vae) if name == "encode" else 1
         names = (self.split,) if self.split in AXES else AXES
         sizes = {AXES[each]: x.shape[AXES[each]] for each in names}
-        units = {axis: size // pixels for axis, size in sizes.items() if size % pixels == 0 and size // pixels >= self.ranks}
+        units = {
+            axis: size // pixels
+            for axis, size in sizes.items()
+            if size % pixels == 0 and size // pixels >= self.ranks
+        }
         if not units:
             given = " and ".join(f"{each} {x.shape[AXES[each]]}" for each in names)
             needed = "" if pixels == 1 else f" in multiples of {pixels}"
@@ -367,7 +386,9 @@ class Distribution:
         return end - first
 
     def _grain(self, units: int) -> int:
-        """Where group norms sum blocks of several rows of latents, parts are made of whole ones, as far as they go round."""
+        """Where group norms sum blocks of several rows of latents, parts are made of whole ones, as far as
+        they go round.
+        """
         blocks = grain(units) if self.sums_blocks else 1
         return blocks if -(-units // blocks) >= self.ranks else 1
 
@@ -395,12 +416,18 @@ class Distribution:
     def _warn(self, why: str) -> None:
         if not self.warned:
             self.warned = True
-            warnings.warn(f"turnout.distribute: {why}; every rank computes and returns the whole", TurnoutWarning, stacklevel=6)
+            warnings.warn(
+                f"turnout.distribute: {why}; every rank computes and returns the whole",
+                TurnoutWarning,
+                stacklevel=6,
+            )
 
 
 def _why_whole(vae: nn.Module, x: Tensor) -> str | None:
     """Why a call is computed whole on every rank."""
-    if torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in vae.parameters())):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or any(weight.requires_grad for weight in vae.parameters())
+    ):
         return "gradients are wanted (torch.no_grad() is not entered)"
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is on"

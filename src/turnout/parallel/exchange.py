@@ -13,10 +13,16 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Edge = Literal["zeros", "replicate", "reflect", "none"]  # what stands beyond the first and the last row of all
+Edge = Literal[
+    "zeros", "replicate", "reflect", "none"
+]  # what stands beyond the first and the last row of all
 
 AXES = {"height": -2, "width": -1}
-EDGES: dict[str, Edge] = {"constant": "zeros", "replicate": "replicate", "reflect": "reflect"}  # of torch's padding
+EDGES: dict[str, Edge] = {
+    "constant": "zeros",
+    "replicate": "replicate",
+    "reflect": "reflect",
+}  # of torch's padding
 
 
 class Halo(NamedTuple):
@@ -57,8 +63,8 @@ class Engine(Protocol):
 
 
 def parts_of(size: int, ranks: int, grain: int = 1) -> list[tuple[int, int]]:
-    """Where each rank's part of an axis begins and ends, at multiples of `grain`, as even as these allow; the first
-    are the longer.
+    """Where each rank's part of an axis begins and ends, at multiples of `grain`, as even as these allow; the
+    first are the longer.
 
     >>> parts_of(13, 4), parts_of(13, 3, grain=2)
     ([(0, 4), (4, 7), (7, 10), (10, 13)], [(0, 6), (6, 10), (10, 13)])
@@ -73,7 +79,8 @@ class Exchange:
 
     axis: the dimension of `[B, C, T, H, W]` and `[B, C, H, W]` that is split, -2 (height) or -1 (width).
     units: how many rows (columns) the latents have in all; parts are multiples of these.
-    grain: of so many of them at a time, where norms sum blocks of that size (see `ops.group_norm_silu.blocks`).
+    grain: of so many of them at a time, where norms sum blocks of that size (see
+    `ops.group_norm_silu.blocks`).
 
     >>> import torch
     >>> from turnout.parallel.lockstep import Lockstep
@@ -88,7 +95,9 @@ class Exchange:
     def __init__(self, engine: Engine, axis: int, units: int, grain: int = 1):
         if -(-units // grain) < engine.ranks:
             least = "one" if grain == 1 else str(grain)
-            raise ValueError(f"{units} rows or columns of latents for {engine.ranks} ranks; each needs at least {least}")
+            raise ValueError(
+                f"{units} rows or columns of latents for {engine.ranks} ranks; each needs at least {least}"
+            )
         self.engine, self.axis, self.units = engine, axis, units
         self.rank, self.ranks = engine.rank, engine.ranks
         self.parts = parts_of(units, engine.ranks, grain)
@@ -98,11 +107,15 @@ class Exchange:
         """`[begin, end)` of each rank's part of an axis of this global size."""
         times, rest = divmod(size, self.units)
         if rest or not times:
-            raise ValueError(f"an axis of {size}, which is split in {self.units} units, needs a multiple of them")
+            raise ValueError(
+                f"an axis of {size}, which is split in {self.units} units, needs a multiple of them"
+            )
         return [(begin * times, end * times) for begin, end in self.parts]
 
     def times(self, size: int) -> int | None:
-        """How many rows stand for one of the latents where this rank's part has so many; None for no whole number."""
+        """How many rows stand for one of the latents where this rank's part has so many; None for no whole
+        number.
+        """
         times, rest = divmod(size, self.sizes[self.rank])
         return times if times and not rest else None
 
@@ -111,7 +124,9 @@ class Exchange:
         times = self.times(size)
         if times is None:
             own = self.sizes[self.rank]
-            raise ValueError(f"a part of {size} rows or columns on a rank with {own} of the latents, it needs a multiple")
+            raise ValueError(
+                f"a part of {size} rows or columns on a rank with {own} of the latents, it needs a multiple"
+            )
         return times * self.units
 
     def own(self, x: Tensor, dim: int | None = None) -> Tensor:
@@ -120,11 +135,13 @@ class Exchange:
         begin, end = self.spans(x.shape[dim])[self.rank]
         return x.narrow(dim, begin, end - begin)
 
-    def halo(self, x: Tensor, before: int, after: int, *, edge: Edge = "zeros", dim: int | None = None) -> Tensor:
+    def halo(
+        self, x: Tensor, before: int, after: int, *, edge: Edge = "zeros", dim: int | None = None
+    ) -> Tensor:
         """This rank's part with rows (columns) of its neighbours around it, in x's memory format.
 
-        Beyond the first and the last row of all stand zeros, the row itself (`"replicate"`), those mirrored in
-        it (`"reflect"`), or nothing (`"none"`: the part is then shorter there).
+        Beyond the first and the last row of all stand zeros, the row itself (`"replicate"`), those mirrored
+        in it (`"reflect"`), or nothing (`"none"`: the part is then shorter there).
         """
         dim = (self.axis if dim is None else dim) % x.dim()
         first, last = self.rank == 0, self.rank == self.ranks - 1
@@ -136,8 +153,20 @@ class Exchange:
         self.fill_halo(whole, above, below, before=before, after=after, edge=edge, dim=dim)
         return whole
 
-    def fill_halo(self, whole: Tensor, above: int, below: int, *, before: int, after: int, edge: Edge, dim: int | None = None) -> None:
-        """Fill the first `above` and the last `below` rows of a tensor that holds this rank's part between them."""
+    def fill_halo(
+        self,
+        whole: Tensor,
+        above: int,
+        below: int,
+        *,
+        before: int,
+        after: int,
+        edge: Edge,
+        dim: int | None = None,
+    ) -> None:
+        """Fill the first `above` and the last `below` rows of a tensor that holds this rank's part between
+        them.
+        """
         dim = (self.axis if dim is None else dim) % whole.dim()
         size = whole.shape[dim] - above - below
         self._need_rows(size, max(before, after))
@@ -166,7 +195,9 @@ class Exchange:
         times = self.times(size)
         if times is None or min(self.sizes) * times < rows:
             least = min(self.sizes) * (times or 0)
-            raise ValueError(f"a halo of {rows} rows or columns where the smallest part has {least}; use fewer ranks")
+            raise ValueError(
+                f"a halo of {rows} rows or columns where the smallest part has {least}; use fewer ranks"
+            )
 
     def all_gather(self, part: Tensor, dim: int | None = None) -> Tensor:
         """The whole of a tensor that is split along `dim` as the latents are, in the part's memory format."""
@@ -201,8 +232,8 @@ class Exchange:
         return whole
 
     def all_gather_stats(self, stats: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """A small tensor of each rank, in the order of ranks. counts: the sizes of their first dimensions, where
-        they differ."""
+        """A small tensor of each rank, in the order of ranks. counts: the sizes of their first dimensions,
+        where they differ."""
         counts = [stats.shape[0] if stats.dim() else 1] * self.ranks if counts is None else list(counts)
         stats = stats.contiguous()
         shapes = [(count, *stats.shape[1:]) if stats.dim() else () for count in counts]
@@ -226,8 +257,8 @@ def dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
 
 
 def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart. Those
-    of dimensions of size one count too, since routes are chosen by them.
+    """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart.
+    Those of dimensions of size one count too, since routes are chosen by them.
 
     >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4), strides_resized((1, 8, 1, 2, 3), (8, 1, 8, 24, 8), 3, 4)
     ((96, 1, 96, 24, 8), (8, 1, 8, 24, 8))
@@ -244,17 +275,23 @@ def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, 
 
 
 def _step_of_one(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
-    """How far apart rows would be where there is one, whose stride may be anything: behind each other within the
-    dimensions that are inner ones, all others for the first dimension."""
+    """How far apart rows would be where there is one, whose stride may be anything: behind each other within
+    the dimensions that are inner ones, all others for the first dimension."""
     if dim == 0:
         inner = range(1, len(shape))
     else:
-        inner = [d for d in range(len(shape)) if d > dim or (d == 1 and len(shape) in (4, 5) and _is_innermost(shape, strides, 1))]
+        inner = [
+            d
+            for d in range(len(shape))
+            if d > dim or (d == 1 and len(shape) in (4, 5) and _is_innermost(shape, strides, 1))
+        ]
     return max([strides[d] * shape[d] for d in inner if shape[d] > 1], default=1)
 
 
 def _is_innermost(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> bool:
-    return shape[dim] > 1 and all(strides[dim] < strides[d] for d in range(len(shape)) if d != dim and shape[d] > 1)
+    return shape[dim] > 1 and all(
+        strides[dim] < strides[d] for d in range(len(shape)) if d != dim and shape[d] > 1
+    )
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -265,7 +302,11 @@ def _packed(x: Tensor) -> Tensor:
 def _room(place: Tensor) -> Tensor:
     """A contiguous tensor for what fits into `place`: the very place if it lies so."""
     behind = _channels_behind(place)
-    return behind if behind.is_contiguous() else torch.empty(behind.shape, dtype=place.dtype, device=place.device)
+    return (
+        behind
+        if behind.is_contiguous()
+        else torch.empty(behind.shape, dtype=place.dtype, device=place.device)
+    )
 
 
 def _channels_behind(x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""One rank's compute alone, with copies of as many bytes in the place of messages: to time a rank on one card."""
+"""One rank's compute alone, with copies of as many bytes in the place of messages: to time a rank on one
+card.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from torch import Tensor
 
 
 class Fake:
-    """Rank `rank` of so many, of which no other is there. Stands in for a `DeviceMesh`: what is computed is of
-    the right size and takes the right time, but the parts of other ranks are filled with this rank's bytes.
+    """Rank `rank` of so many, of which no other is there. Stands in for a `DeviceMesh`: what is computed is
+    of the right size and takes the right time, but the parts of other ranks are filled with this rank's
+    bytes.
 
     messages: the bytes of every exchange since `messages.clear()`, those sent to all ranks together.
 

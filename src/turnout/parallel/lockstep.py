@@ -45,7 +45,10 @@ class Lockstep:
         step = _Step(self.ranks, self.timeout)
         engines = [Rank(rank, self.ranks, step) for rank in range(self.ranks)]
         state = _ThreadState()
-        threads = [threading.Thread(target=step.run, args=(engine, function, state), daemon=True) for engine in engines]
+        threads = [
+            threading.Thread(target=step.run, args=(engine, function, state), daemon=True)
+            for engine in engines
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -102,7 +105,9 @@ class _Step:
             lambda: key in self.messages or self.failure is not None or sender in self.ended, self.timeout
         )  # fmt: skip
         if self.failure is not None:
-            raise RankFailed(f"another rank raised {type(self.failure).__name__}: {self.failure}") from self.failure
+            raise RankFailed(
+                f"another rank raised {type(self.failure).__name__}: {self.failure}"
+            ) from self.failure
         if key not in self.messages:
             how = "has ended" if in_time else f"did not send within {self.timeout:g} s"
             raise RankFailed(f"rank {key[1]} waits for rank {sender}, which {how}")

@@ -1,7 +1,7 @@
 """torch's own functions in a distributed model: what stock code calls, wherever it stands.
 
-Padding along the split axis becomes rows of the neighbours, a convolution gets its halo, a group norm is computed
-of the whole. What mixes pixels in another way is refused: nothing is silently wrong.
+Padding along the split axis becomes rows of the neighbours, a convolution gets its halo, a group norm is
+computed of the whole. What mixes pixels in another way is refused: nothing is silently wrong.
 """
 
 from __future__ import annotations
@@ -60,19 +60,22 @@ class SplitMode(TorchFunctionMode):
             _refuse_blends(*args, **kwargs)
         elif func in _MIXING:
             name = getattr(func, "__name__", str(func))
-            raise NotImplementedError(f"{name} mixes pixels, and is not known to a distributed model; restore() the model to run it")
+            raise NotImplementedError(
+                f"{name} mixes pixels, and is not known to a distributed model; restore() the model to run it"
+            )
         return func(*args, **kwargs)
 
     def _activated(self, x: Tensor, inplace: bool = False) -> Tensor:
-        """SiLU on a CPU: of the last few elements torch takes another exponential than of the others, and which are the
-        last is known of the whole only."""
+        """SiLU on a CPU: of the last few elements torch takes another exponential than of the others, and
+        which are the last is known of the whole only."""
         y = self.split.everywhere(F.silu, x)
         with torch._C.DisableTorchFunction():
             return x.copy_(y) if inplace else y
 
     def _averaged(self, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:
-        """A mean over channels that are not side by side: on a CPU torch adds up most pixels in another order than the last
-        ones. The channels are dimension 1, or the last one of a view that was made for a norm."""
+        """A mean over channels that are not side by side: on a CPU torch adds up most pixels in another order
+        than the last ones. The channels are dimension 1, or the last one of a view that was made for a
+        norm."""
         axes = [each % x.dim() for each in ((dim,) if isinstance(dim, int) else dim or ())]
         behind = axes == [x.dim() - 1] and x.stride(-1) != 1
         if axes != [1] and not behind:
@@ -80,7 +83,9 @@ class SplitMode(TorchFunctionMode):
         if axes == [1] and x.dim() not in (4, 5):
             return torch.mean(x, dim, keepdim, **kwargs)
         if not keepdim:
-            raise NotImplementedError("a mean over channels without keepdim in a distributed model; restore() the model to run it")
+            raise NotImplementedError(
+                "a mean over channels without keepdim in a distributed model; restore() the model to run it"
+            )
         if not behind:
             return self.split.everywhere(torch.mean, x, dim, True, **kwargs)
 
@@ -101,6 +106,15 @@ def _bound(args: tuple, kwargs: dict) -> tuple:
     return pad(*args, **kwargs)
 
 
-def _refuse_blends(input: Tensor, size: Any = None, scale_factor: Any = None, mode: str = "nearest", *rest: Any, **others: Any) -> None:
+def _refuse_blends(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *rest: Any,
+    **others: Any,
+) -> None:
     if mode not in ("nearest", "nearest-exact"):
-        raise NotImplementedError(f"interpolation by {mode!r} in a distributed model; restore() the model to run it")
+        raise NotImplementedError(
+            f"interpolation by {mode!r} in a distributed model; restore() the model to run it"
+        )

@@ -1,7 +1,7 @@
 """Group norms of a split model: sums of blocks of this rank's part, those of all ranks, the norm of the part.
 
-Which route the whole call takes decides. Where that is one whose sums are of blocks, and parts begin where blocks do,
-a rank sums its own part, and only sums travel. Else every rank gathers x and computes the whole.
+Which route the whole call takes decides. Where that is one whose sums are of blocks, and parts begin where
+blocks do, a rank sums its own part, and only sums travel. Else every rank gathers x and computes the whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from turnout.ops.group_norm_silu.block_routes import NAME, NAME_ON_GPU, room_for
-from turnout.ops.group_norm_silu.blocks import Where, block_sums, grain, moments_of, normalise, normalise_scaled, rows_and_columns
+from turnout.ops.group_norm_silu.blocks import (
+    Where,
+    block_sums,
+    grain,
+    moments_of,
+    normalise,
+    normalise_scaled,
+    rows_and_columns,
+)
 from turnout.ops.group_norm_silu.padded import fill_border, inside_of
 from turnout.parallel.exchange import EDGES, Halo, dense, empty_resized
 from turnout.routing.op import Op
@@ -26,7 +34,8 @@ _SHARED = ("x", "out", "scale", "shift")  # arguments of which each rank has a p
 
 
 class Norm:
-    """One kind of call of one of these ops on this rank: `part` of its own rows or columns, `whole` of all of them.
+    """One kind of call of one of these ops on this rank: `part` of its own rows or columns, `whole` of all of
+    them.
 
     problem: that of the whole call; in_blocks: whether `part` gives the bits of the whole.
     """
@@ -34,7 +43,9 @@ class Norm:
     def __init__(self, split: Split, op: Op, args: tuple):
         self.split, self.op, self.exchange = split, op, split.exchange
         self.names = list(op.signature.parameters)
-        self.shared = [i for i, name in enumerate(self.names) if name in _SHARED and isinstance(args[i], Tensor)]
+        self.shared = [
+            i for i, name in enumerate(self.names) if name in _SHARED and isinstance(args[i], Tensor)
+        ]
         like = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in args]
         for i in self.shared:
             size = self.exchange.global_size(args[i].shape[self.exchange.axis])
@@ -68,7 +79,16 @@ class Norm:
             normalise(x, moments, weight, bias, silu=silu, out=given["out"])
             return None
         if "scale" in given:
-            return normalise_scaled(x, moments, weight, bias, given["scale"], given["shift"], silu=silu, first_apart=given["first_apart"])
+            return normalise_scaled(
+                x,
+                moments,
+                weight,
+                bias,
+                given["scale"],
+                given["shift"],
+                silu=silu,
+                first_apart=given["first_apart"],
+            )
         if "padding" not in given:
             return normalise(x, moments, weight, bias, silu=silu)
         padding, mode = list(given["padding"]), given["mode"]
@@ -78,7 +98,9 @@ class Norm:
         before, after = padding[at : at + 2]
         padding[at : at + 2] = 0, 0
         if before or after:
-            self.exchange.fill_halo(inside_of(out, padding), before, after, before=before, after=after, edge=EDGES[mode])
+            self.exchange.fill_halo(
+                inside_of(out, padding), before, after, before=before, after=after, edge=EDGES[mode]
+            )
             self.split.halos[out] = Halo(before, after, EDGES[mode])
         fill_border(out, padding, mode)
         return out
@@ -86,7 +108,9 @@ class Norm:
     def whole(self, *args: Any) -> Any:
         given = list(args)
         for i in self.shared:
-            given[i] = self.split.room_of_all(args[i]) if self.names[i] == "out" else self.split.gathered(args[i])
+            given[i] = (
+                self.split.room_of_all(args[i]) if self.names[i] == "out" else self.split.gathered(args[i])
+            )
         with self.split.plainly():
             y = self.op(*given)
         if self.op.mutates:

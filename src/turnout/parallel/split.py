@@ -1,10 +1,11 @@
-"""What runs in the place of an op, or of a function of torch, on a rank that has a part of the rows or columns.
+"""What runs in the place of an op, or of a function of torch, on a rank that has a part of the rows or
+columns.
 
 The rule of exactness: what is chosen is chosen for the *whole* call, on every rank alike, and the part takes
 the same route in the same configuration. So no choice by size can differ from one process. Whether a route's
 result on a part is that of the whole, bit for bit, is known where the route declares its grain; where it does
-not, a call of each kind is computed both ways when it is first seen, on all ranks, and compared. Where the two
-differ, and wherever pixels are mixed by more than a window (a stock group norm, attention), the parts are
+not, a call of each kind is computed both ways when it is first seen, on all ranks, and compared. Where the
+two differ, and wherever pixels are mixed by more than a window (a stock group norm, attention), the parts are
 gathered and every rank computes the whole: slower, never different.
 """
 
@@ -38,7 +39,8 @@ ACTIVATIONS = ("input", "x", "out", "cache", "residual")  # arguments of ops tha
 class Way(NamedTuple):
     """How calls of one kind run here, on this rank's part and whole; `whole` gives this rank's part of it.
 
-    is_known: that both give the same bits. written: which argument the result is written into; None where it is returned.
+    is_known: that both give the same bits. written: which argument the result is written into; None where it
+    is returned.
     """
 
     part: Callable[..., Any]
@@ -54,9 +56,9 @@ class PartRefused(RuntimeError):
 class Split:
     """The plan of one rank for one size of latents; kept from call to call.
 
-    halos: of tensors that were padded with rows of other ranks. caches: halo rows of cached frames, by the tensor
-    that stands in a model's list of caches and holds this rank's own rows: what was received once is not sent
-    again. counts: how many calls ran on a part and how many whole.
+    halos: of tensors that were padded with rows of other ranks. caches: halo rows of cached frames, by the
+    tensor that stands in a model's list of caches and holds this rank's own rows: what was received once is
+    not sent again. counts: how many calls ran on a part and how many whole.
     """
 
     def __init__(self, exchange: Exchange):
@@ -66,7 +68,9 @@ class Split:
         self.counts: collections.Counter[str] = collections.Counter()
         self.runs_whole: dict[tuple, bool] = {}  # kinds of calls that were compared
         self.rings: dict[tuple, Callable[..., Any]] = {}
-        self.strides: dict[tuple, tuple[int, ...]] = {}  # of what these return: where an axis is short, torch has others
+        self.strides: dict[
+            tuple, tuple[int, ...]
+        ] = {}  # of what these return: where an axis is short, torch has others
         self.latest: tuple[Tensor, Tensor] | None = None  # the last input that got a halo, and what it became
         self.queries = OwnQueries(exchange)
         self.settings: settings.Split | None = None
@@ -75,7 +79,9 @@ class Split:
         """What runs calls of an op like this one."""
         why = blocked(args, op.autocast == "reference")
         if why is not None:
-            raise RuntimeError(f"turnout.{op.name} in a distributed model: {why.reason}; restore() the model to run it")
+            raise RuntimeError(
+                f"turnout.{op.name} in a distributed model: {why.reason}; restore() the model to run it"
+            )
         if op.name in CONVOLUTIONS:
             return self._of(op.name, self._convolution(op, args))
         if op.name == "upsample_conv2d":
@@ -84,22 +90,39 @@ class Split:
             return self._of(op.name, self._pointwise(op, args))
         if op.name in NORMS:
             return self._of(op.name, self._norm(op, args))
-        raise NotImplementedError(f"turnout.{op.name} is not known to a distributed model; restore() the model to run it")
+        raise NotImplementedError(
+            f"turnout.{op.name} is not known to a distributed model; restore() the model to run it"
+        )
 
     def ring_margins(self) -> tuple[int, int]:
         """Rows and columns of room that a ring needs on each side of its frames."""
         return (1, 0) if self.exchange.axis == -2 else (0, 1)
 
     def ring_convolution(
-        self, x: Tensor, newest: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int, int], residual: Tensor | None
+        self,
+        x: Tensor,
+        newest: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        padding: tuple[int, int, int],
+        residual: Tensor | None,
     ) -> Tensor:
-        """A convolution over the frames of a ring, `[1, C, H, 3, W]` with a margin around them, of which the newest has
-        no halo yet."""
+        """A convolution over the frames of a ring, `[1, C, H, 3, W]` with a margin around them, of which the
+        newest has no halo yet."""
         axis = -3 if self.exchange.axis == -2 else -1
         margin = padding[axis]
         self.exchange.fill_halo(newest, margin, margin, before=margin, after=margin, edge="zeros", dim=axis)
         args = CONV3D.arguments(x, weight, bias, padding=_resized(padding, axis, 0), residual=residual)
-        key = x.shape, x.stride(), x.dtype, weight.shape, weight.stride(), bias is None, residual is None or residual.stride(), padding
+        key = (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            weight.shape,
+            weight.stride(),
+            bias is None,
+            residual is None or residual.stride(),
+            padding,
+        )
         if key not in self.rings:
             self.rings[key] = self._of("conv3d", self._convolution(CONV3D, args, axis=axis, margin=margin))
         return self.rings[key](*args)
@@ -120,7 +143,9 @@ class Split:
             return self._own(function(self._whole(x), *args, **kwargs))
 
     def attention(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The same of a function whose last step that mixes pixels is attention: of it only own pixels are computed."""
+        """The same of a function whose last step that mixes pixels is attention: of it only own pixels are
+        computed.
+        """
         self.counts["whole"] += 1
         with torch._C.DisableTorchFunction(), self.plainly():
             whole = self._whole(x)
@@ -132,7 +157,14 @@ class Split:
         now = settings.current()
         return settings.plainly(now if isinstance(now, settings.Split) else self.settings)
 
-    def pad(self, pad: Callable[..., Tensor], x: Tensor, sides: Any, mode: str = "constant", value: float | None = None) -> Tensor:
+    def pad(
+        self,
+        pad: Callable[..., Tensor],
+        x: Tensor,
+        sides: Any,
+        mode: str = "constant",
+        value: float | None = None,
+    ) -> Tensor:
         """torch's padding: of the split axis it is the rows of the neighbours."""
         exchange = self.exchange
         at = 2 * (-1 - exchange.axis)  # of the axis' two numbers, the last axis first
@@ -223,8 +255,8 @@ class Split:
     def _convolution(
         self, op: Op, args: tuple, chosen: str | None = None, *, axis: int | None = None, margin: int = 0
     ) -> tuple[Any, Way]:  # fmt: skip
-        """axis: of the split, where it is not the usual one. margin: halo rows that stand around the input in the place
-        of so much padding."""
+        """axis: of the split, where it is not the usual one. margin: halo rows that stand around the input in
+        the place of so much padding."""
         exchange, names = self.exchange, list(op.signature.parameters)
         axis = exchange.axis if axis is None else axis
         at = {name: names.index(name) for name in names}
@@ -237,12 +269,16 @@ class Split:
         if outputs is not None and halo is not None:  # whose last rows a stride may leave out
             own = rows - halo.before - halo.after
             if outputs * stride != own:
-                raise ValueError(f"a convolution of {own} rows or columns with stride {stride}, which gives {outputs}")
+                raise ValueError(
+                    f"a convolution of {own} rows or columns with stride {stride}, which gives {outputs}"
+                )
             whole_rows = exchange.global_size(own) + halo.before + halo.after
         elif outputs is not None:
             whole_rows = exchange.global_size(outputs) * stride + reach + 1 - stride
             if (outputs - 1) * stride + reach + 1 != rows:
-                raise ValueError(f"a convolution of {rows} rows or columns with stride {stride}, which leaves some out")
+                raise ValueError(
+                    f"a convolution of {rows} rows or columns with stride {stride}, which leaves some out"
+                )
         else:
             whole_rows = exchange.global_size(rows)
         key = op.key(args)
@@ -254,7 +290,9 @@ class Split:
         before, after = padding, reach + 1 - stride - padding
         outer = (whole_rows + 2 * padding - reach - 1) // stride + 1
         own_size = None if is_padded else exchange.spans(outer)[exchange.rank]
-        off_grain = grain > 1 and own_size is not None and any(begin % grain for begin, _ in exchange.spans(outer))
+        off_grain = (
+            grain > 1 and own_size is not None and any(begin % grain for begin, _ in exchange.spans(outer))
+        )
         if grain > 1 and (is_padded or stride > 1):
             is_known = False
         cache_at = at.get("cache")
@@ -282,7 +320,9 @@ class Split:
                     beside = given[at["residual"]]
                     if beside is not None:
                         wide = exchange.halo(beside, extra, extra)
-                        given[at["residual"]] = wide.narrow(axis, extra - early, beside.shape[axis] + early + late)
+                        given[at["residual"]] = wide.narrow(
+                            axis, extra - early, beside.shape[axis] + early + late
+                        )
                     y = run(tuple(given))
                     return dense(y.narrow(axis, early, end - begin), y, axis)
             return run(tuple(given))
@@ -314,8 +354,12 @@ class Split:
         run, is_known, grain = self._chosen(op, key._replace(problem=problem), None)
         high = padding[axis]
         if weight.shape[axis] != 2 * high + 1 or high > scale:
-            raise NotImplementedError(f"an upsampling with a kernel of {weight.shape[axis]} and padding {high} in a distributed model")
-        before, after = (0 if rank == end else 1 for rank, end in ((exchange.rank, 0), (exchange.rank, exchange.ranks - 1)))
+            raise NotImplementedError(
+                f"an upsampling with a kernel of {weight.shape[axis]} and padding {high} in a distributed model"
+            )
+        before, after = (
+            0 if rank == end else 1 for rank, end in ((exchange.rank, 0), (exchange.rank, exchange.ranks - 1))
+        )
 
         def part(x: Tensor, *rest: Any) -> Tensor:
             size = scale * x.shape[axis]
@@ -362,7 +406,9 @@ class Split:
         return kind, Way(norm.part, norm.whole, True)
 
     def _chosen(self, op: Op, key: Any, chosen: str | None) -> tuple[Callable[[tuple], Any], bool, int]:
-        """What runs a call on a part as the whole call would be run; whether it is known not to mind; its grain."""
+        """What runs a call on a part as the whole call would be run; whether it is known not to mind; its
+        grain.
+        """
         verdict = None if chosen is not None else op.verdict(key)
         if verdict is None or verdict.chosen == REFERENCE:
             return (lambda args: op.plain(*args)), False, 1
@@ -394,11 +440,19 @@ class Split:
         return whole
 
     def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, padding: tuple[int, int], residual: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        padding: tuple[int, int],
+        residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """A convolution behind cached frames, whose halo rows are kept with them; and the frames to keep."""
         self.latest = None
-        y, kept = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
+        y, kept = ops.causal_conv3d(
+            x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True
+        )
         latest, self.latest = self.latest, None
         kept = kept.clone() if x.shape[2] > kept.shape[2] else kept
         if latest is not None and latest[0] is x and padding[self.exchange.axis]:
@@ -406,7 +460,9 @@ class Split:
         return y, kept
 
     def keep_halo(self, kept: Tensor, cache: Tensor | None, around: Tensor, frames: int, rows: int) -> None:
-        """Keep the halo rows of cached frames, which are the last of `cache` and of `around` with so many frames."""
+        """Keep the halo rows of cached frames, which are the last of `cache` and of `around` with so many
+        frames.
+        """
         axis, new = self.exchange.axis, min(kept.shape[2], frames)
         around = around[:, :, frames - new :]
         strips = around.narrow(axis, 0, rows), around.narrow(axis, around.shape[axis] - rows, rows)
@@ -415,7 +471,10 @@ class Split:
             before = None if cache is None else self.caches.get(cache)
             if before is None:
                 return
-            strips = tuple(torch.cat([old[:, :, old.shape[2] - held :], each], 2) for old, each in zip(before, strips, strict=True))
+            strips = tuple(
+                torch.cat([old[:, :, old.shape[2] - held :], each], 2)
+                for old, each in zip(before, strips, strict=True)
+            )
         self.caches[kept] = tuple(strip.clone() for strip in strips)
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -425,7 +484,9 @@ class Split:
 
     def room_of_all(self, x: Tensor) -> Tensor:
         """Memory for the whole of which x is a part."""
-        return empty_resized(torch.empty_like(x), self.exchange.axis, self.exchange.global_size(x.shape[self.exchange.axis]))
+        return empty_resized(
+            torch.empty_like(x), self.exchange.axis, self.exchange.global_size(x.shape[self.exchange.axis])
+        )
 
     def _whole(self, x: Tensor) -> Tensor:
         """The whole of a part, or of a part with a halo, which is then that of the whole."""
@@ -436,7 +497,9 @@ class Split:
         own = x.narrow(axis, halo.before, x.shape[axis] - halo.before - halo.after)
         whole = self.exchange.all_gather(dense(own, x, axis))
         size = whole.shape[axis]
-        padded = empty_resized(x, axis, halo.before + size + halo.after)  # in x's order, by which routes are chosen
+        padded = empty_resized(
+            x, axis, halo.before + size + halo.after
+        )  # in x's order, by which routes are chosen
         padded.narrow(axis, halo.before, size).copy_(whole)
         for rows, first in ((halo.before, True), (halo.after, False)):
             if rows:
@@ -466,7 +529,9 @@ def _relaid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _scaled(problem: Any, axis: int, whole: int, residual: int | None = None) -> Any:
-    """A problem of a part as that of the whole, with so many rows, and so many in what is added to the result."""
+    """A problem of a part as that of the whole, with so many rows, and so many in what is added to the
+    result.
+    """
     changed: dict[str, Any] = {}
     fields = problem._asdict()
     for name, strides in (("input", ("input_strides",)), ("shape", ("strides", "out_strides"))):
@@ -478,7 +543,8 @@ def _scaled(problem: Any, axis: int, whole: int, residual: int | None = None) ->
         if name in ("cache", "residual") and value is not None:
             size = whole if name == "cache" or residual is None else residual
             changed[name] = value._replace(
-                shape=_resized(value.shape, axis, size), strides=strides_resized(value.shape, value.strides, axis, size)
+                shape=_resized(value.shape, axis, size),
+                strides=strides_resized(value.shape, value.strides, axis, size),
             )
         elif {"input", "shape"} & set(getattr(value, "_fields", ())):
             changed[name] = _scaled(value, axis, whole, residual)

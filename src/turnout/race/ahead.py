@@ -18,8 +18,8 @@ from turnout.warming.planning import planning
 def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device) -> list[Spec]:
     """Every launch of one call of an accelerated model, each once.
 
-    size: a name ("full", "" for it), or the numbers of one: "480x832x81". dtype: None for the model's own. Raises
-    ValueError where there is no such model or size, or the model cannot be called so.
+    size: a name ("full", "" for it), or the numbers of one: "480x832x81". dtype: None for the model's own.
+    Raises ValueError where there is no such model or size, or the model cannot be called so.
     """
     racer = racer_named(name)
     config, numbers = _numbers(name, racer, size)
@@ -47,7 +47,9 @@ def _numbers(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]]:
     words = [word for word in re.split(r"[x,\s]+", size) if word]
     full = racer.sizes["full"]
     if not words or not all(word.isdigit() for word in words):
-        raise ValueError(f"{name} has no size {size!r}; one of: {', '.join(racer.sizes)}, or numbers like {'x'.join(map(str, full))}")
+        raise ValueError(
+            f"{name} has no size {size!r}; one of: {', '.join(racer.sizes)}, or numbers like {'x'.join(map(str, full))}"
+        )
     numbers = tuple(map(int, words))
     if len(numbers) != len(full) or 0 in numbers:
         raise ValueError(

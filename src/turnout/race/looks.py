@@ -1,4 +1,7 @@
-"""The kinds of kernels on the page of a race: a colour and a meaning for each. The style sheet is in its template."""
+"""The kinds of kernels on the page of a race: a colour and a meaning for each.
+
+The style sheet is in its template.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ class Look(NamedTuple):
     meaning: str
 
 
-# In the order they are drawn, from the ground up: what a model is made of first, what only moves or prepares its data last.
-# Every colour has a contrast of 3 to 1 at least on the light and on the dark ground of a band.
+# In the order they are drawn, from the ground up: what a model is made of first, what only moves or prepares
+# its data last. Every colour has a contrast of 3 to 1 at least on the light and on the dark ground of a band.
 LOOKS = {
     "conv": Look("#2f6fde", "convolutions"),
     "gemm": Look("#0f93b0", "matrix products"),

@@ -63,7 +63,9 @@ class Outcome:
         }
 
 
-def entries(names: list[str], size: str, dtype: str | None, device: torch.device, weights: Path | None = None) -> list[Entry]:
+def entries(
+    names: list[str], size: str, dtype: str | None, device: torch.device, weights: Path | None = None
+) -> list[Entry]:
     """The races that were asked for. Raises ValueError if one of them cannot be run: a name or a size that is
     not known, a package that is not installed, a folder that holds no such weights. Nothing is built for
     that.
@@ -153,8 +155,8 @@ class Plan:
         return self.out / Device.of(self.device).slug / "race.jsonl"
 
     def _done(self) -> set[tuple[str, str]]:
-        """What has a row of this code and this Triton, by description and dtype; with `compiled` or `graph`, one of
-        that lane."""
+        """What has a row of this code and this Triton, by description and dtype; with `compiled` or `graph`,
+        one of that lane."""
         if self.out is None or not self.path().exists():
             return set()
         mine = versions.minor(versions.triton()) if self.device.type == "cuda" else None

@@ -122,7 +122,9 @@ def size_named(name: str, size: str, device: torch.device) -> str:
     return size
 
 
-def prepare_accelerated(name: str, size: str, dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+def prepare_accelerated(
+    name: str, size: str, dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
     """The call of a race's model after `accelerate`, without gradients: what `tune(during=...)` is given."""
     racer, size = racer_named(name), size_named(name, size, device)
     with torch.no_grad():
@@ -159,10 +161,14 @@ def _package(name: str, wanted: str = "") -> Any:
     class."""
     try:
         package = importlib.import_module(name)
-        has_it = not wanted or hasattr(package, wanted)  # these packages import a class when it is first asked for
+        has_it = not wanted or hasattr(
+            package, wanted
+        )  # these packages import a class when it is first asked for
     except (ImportError, RuntimeError) as failure:
         if isinstance(failure, ModuleNotFoundError) and failure.name == name:
-            raise ValueError(f"this race needs {name}, which is not installed; pip install 'turnout[race]'") from failure
+            raise ValueError(
+                f"this race needs {name}, which is not installed; pip install 'turnout[race]'"
+            ) from failure
         said = str(failure).split("\n")[0]
         raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
     if not has_it:
@@ -182,7 +188,9 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
-    generator = None if is_planning() else torch.Generator(settings.device).manual_seed(1)  # a device that is here
+    generator = (
+        None if is_planning() else torch.Generator(settings.device).manual_seed(1)
+    )  # a device that is here
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 
@@ -212,10 +220,16 @@ def check_size(name: str, racer: Racer, model: Any, numbers: tuple[int, ...]) ->
     if racer.part != "vae":
         return
     space, _ = _ratios(model)
-    odd = [n for axis, n in zip(racer.axes.strip("()").split(" x "), numbers, strict=True) if axis in IMAGE and n % space]
+    odd = [
+        n
+        for axis, n in zip(racer.axes.strip("()").split(" x "), numbers, strict=True)
+        if axis in IMAGE and n % space
+    ]
     if odd:
         shown = " x ".join(map(str, numbers))
-        raise ValueError(f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, the pixels a side of one latent")
+        raise ValueError(
+            f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, the pixels a side of one latent"
+        )
 
 
 def _decode(axes: Sequence[str], video: bool) -> MakeCall:

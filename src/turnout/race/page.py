@@ -1,7 +1,8 @@
-"""The race as one HTML file with nothing outside it: who won and how surely, where the time went, what came out.
+"""The race as one HTML file with nothing outside it: who won and how surely, where the time went, what came
+out.
 
-The page is `templates/report.html`; here are the values that it shows. Jinja2 and Pillow are imported when a page
-is made, so that a race without one needs neither.
+The page is `templates/report.html`; here are the values that it shows. Jinja2 and Pillow are imported when a
+page is made, so that a race without one needs neither.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def load() -> Any:
     try:
         import jinja2
     except ImportError as missing:
-        raise ValueError("Jinja2 is not installed, --report needs it: pip install 'turnout[race]'") from missing
+        raise ValueError(
+            "Jinja2 is not installed, --report needs it: pip install 'turnout[race]'"
+        ) from missing
     load_pillow()
     loader = jinja2.FileSystemLoader(TEMPLATES)
     options: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
@@ -68,11 +71,30 @@ def write(race: Race, path: Path) -> None:
 
 def show(race: Race, console: Console) -> None:
     """The figures and the routes, for a terminal."""
-    columns = ("", "ms", "spread", "first call", "host ms", "extra MiB", "dB to float32", "dB to stock", "max error")
+    columns = (
+        "",
+        "ms",
+        "spread",
+        "first call",
+        "host ms",
+        "extra MiB",
+        "dB to float32",
+        "dB to stock",
+        "max error",
+    )
     table = report.table(*columns, title=f"{race.what}, {race.dtype}")
     for name, lane in race.lanes.items():
-        cells = [f"{lane.ms:.2f}", f"{lane.spread:.2f}", _first(lane), _host(lane), _mib(lane), *_likeness(lane)]
-        table.add_row(_lane_name(race, name), *cells) if lane.failed is None else table.add_row(name, "failed")
+        cells = [
+            f"{lane.ms:.2f}",
+            f"{lane.spread:.2f}",
+            _first(lane),
+            _host(lane),
+            _mib(lane),
+            *_likeness(lane),
+        ]
+        table.add_row(_lane_name(race, name), *cells) if lane.failed is None else table.add_row(
+            name, "failed"
+        )
     console.print(table)
     for name, lane in race.lanes.items():
         if lane.failed is not None:
@@ -150,12 +172,16 @@ def _memory_tile(name: str, stock: Lane, fast: Lane) -> dict[str, str]:
 def _likeness_tile(name: str, race: Race, stock: Lane, fast: Lane) -> dict[str, str]:
     if math.isnan(fast.psnr):
         return _tile(name, DASH, f"not measured: {race.no_truth}")
-    value, other = (_decibels(lane.psnr) + (" dB" if math.isfinite(lane.psnr) else "") for lane in (fast, stock))
+    value, other = (
+        _decibels(lane.psnr) + (" dB" if math.isfinite(lane.psnr) else "") for lane in (fast, stock)
+    )
     return _tile(name, value, f"stock: {other}; more is closer")
 
 
 def shares(race: Race, lane: str) -> dict[str, float]:
-    """The shares of a lane's median call by kind of kernel, and on a card the share in which it waited; 1 in all."""
+    """The shares of a lane's median call by kind of kernel, and on a card the share in which it waited; 1 in
+    all.
+    """
     times, whole = race.kinds_ms(lane), race.lanes[lane].ms
     waited = max(0.0, whole - sum(times.values())) if race.machine["card"] is not None else 0.0
     total = sum(times.values()) + waited
@@ -215,9 +241,15 @@ def _figures(race: Race) -> dict[str, Any]:
         ("PSNR, dB", "against the stock model in float32", [_likeness(lane)[0] for lane in every]),
         ("PSNR, dB", "against stock in the same dtype", [_likeness(lane)[1] for lane in every]),
         ("largest difference", "from stock in the same dtype", [_likeness(lane)[2] for lane in every]),
-        (f"{unit}s", "in one run", ["" if lane.trace is None else f"{len(lane.trace.kernels):,}" for lane in every]),
+        (
+            f"{unit}s",
+            "in one run",
+            ["" if lane.trace is None else f"{len(lane.trace.kernels):,}" for lane in every],
+        ),
     ]
-    named = [{"name": name, "meaning": meaning, "cells": cells} for name, meaning, cells in rows if any(cells)]
+    named = [
+        {"name": name, "meaning": meaning, "cells": cells} for name, meaning, cells in rows if any(cells)
+    ]
     return {"lanes": [_lane_name(race, name) for name in lanes], "rows": named}
 
 

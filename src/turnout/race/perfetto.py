@@ -11,13 +11,15 @@ from turnout.race.run import Race
 
 
 def events(race: Race) -> list[dict[str, Any]]:
-    """The kernels of every lane that was profiled, in the Trace Event Format: a process for each lane, times in
-    microseconds from its first kernel. They are as the profiler saw them, which makes a call longer."""
+    """The kernels of every lane that was profiled, in the Trace Event Format: a process for each lane, times
+    in microseconds from its first kernel. They are as the profiler saw them, which makes a call longer."""
     found: list[dict[str, Any]] = []
     for process, (name, lane) in enumerate(race.lanes.items()):
         if lane.trace is None or not lane.trace.kernels:
             continue
-        found.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{race.model}, {name}"}})
+        found.append(
+            {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{race.model}, {name}"}}
+        )
         first = lane.trace.kernels[0].start
         for kernel in lane.trace.kernels:
             start, length = 1e3 * (kernel.start - first), 1e3 * kernel.length

@@ -27,7 +27,9 @@ def load_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as missing:
-        raise ValueError("Pillow is not installed, --report needs it: pip install 'turnout[race]'") from missing
+        raise ValueError(
+            "Pillow is not installed, --report needs it: pip install 'turnout[race]'"
+        ) from missing
     return Image
 
 

@@ -1,7 +1,9 @@
 """`turnout race MODEL --ranks N`: a VAE's decode on several ranks, on one device.
 
-`lockstep` runs all ranks in turns and compares the bits with one process. `fake` times the compute of every rank
-by itself, and adds what messages take by a table of latencies: a prediction, of which the compute is measured.
+`lockstep` runs all ranks in turns and compares the bits with one process. `fake` times the compute of every
+rank
+by itself, and adds what messages take by a table of latencies: a prediction, of which the compute is
+measured.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from turnout.race.models import racer_named, size_named
 
 ENGINES = ("fake", "lockstep")
 
-# Bytes to seconds: NCCL's batched send and receive inside a CUDA graph, H100 with NVLink (meta-pytorch/torchcomms #2159)
+# Bytes to seconds: NCCL's batched send and receive inside a CUDA graph, H100 with NVLink
+# (meta-pytorch/torchcomms #2159)
 LINKS = {8e3: 7.4e-6, 256e3: 9.3e-6, 1e6: 15e-6, 4e6: 30e-6, 32e6: 141e-6}
 
 
@@ -32,9 +35,14 @@ def read_links(path: Path | None) -> dict[float, float]:
     if path is None:
         return LINKS
     try:
-        return {float(size): float(us) * 1e-6 for size, us in sorted(json.loads(path.read_text()).items(), key=lambda x: float(x[0]))}
+        return {
+            float(size): float(us) * 1e-6
+            for size, us in sorted(json.loads(path.read_text()).items(), key=lambda x: float(x[0]))
+        }
     except (OSError, ValueError, AttributeError, TypeError) as failure:
-        raise ValueError(f"--links {path}: {failure}; it needs a JSON object of bytes to microseconds") from failure
+        raise ValueError(
+            f"--links {path}: {failure}; it needs a JSON object of bytes to microseconds"
+        ) from failure
 
 
 def seconds_of(size: float, links: dict[float, float]) -> float:
@@ -56,8 +64,8 @@ def seconds_of(size: float, links: dict[float, float]) -> float:
 def race_ranks(
     name: str, size: str, dtype: str | None, device: torch.device, ranks: int, engine: str, links: dict[float, float], rounds: int
 ) -> dict[str, Any]:  # fmt: skip
-    """A row of `ranks.jsonl`: whether bits are the same (lockstep), or the time of one rank, of each rank's compute and
-    of its messages in seconds, and the predicted speed-up (fake)."""
+    """A row of `ranks.jsonl`: whether bits are the same (lockstep), or the time of one rank, of each rank's
+    compute and of its messages in seconds, and the predicted speed-up (fake)."""
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine!r}; one of: {', '.join(ENGINES)}")
     racer, size = racer_named(name), size_named(name, size, device)
@@ -84,11 +92,23 @@ def race_ranks(
             sent = list(fake.messages)
             seconds, peak = _timed(lambda: call(model), device, rounds)
             exchanged = sum(seconds_of(message, links) for message in sent)
-            each.append({"seconds": seconds, "messages": len(sent), "bytes": sum(sent), "message_seconds": exchanged, "peak_mib": peak})
+            each.append(
+                {
+                    "seconds": seconds,
+                    "messages": len(sent),
+                    "bytes": sum(sent),
+                    "message_seconds": exchanged,
+                    "peak_mib": peak,
+                }
+            )
             restore(model)
             accelerate(model)
     predicted = max(rank["seconds"] + rank["message_seconds"] for rank in each)
-    return row | {"of_ranks": each, "predicted_seconds": predicted, "predicted_speedup": row["one_rank_seconds"] / predicted}
+    return row | {
+        "of_ranks": each,
+        "predicted_seconds": predicted,
+        "predicted_speedup": row["one_rank_seconds"] / predicted,
+    }
 
 
 def in_words(row: dict[str, Any]) -> str:

@@ -2,9 +2,9 @@
 apart.
 
 Lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, after
-`accelerate(graph=True)` and with torch.compile of the module that the call runs. A VAE's `decode` runs its decoder and never the VAE's
-`forward`; `generate` runs the model's `forward` through the model itself. So the lane replaces that module's
-`forward` by the compiled one.
+`accelerate(graph=True)` and with torch.compile of the module that the call runs. A VAE's `decode` runs its
+decoder and never the VAE's `forward`; `generate` runs the model's `forward` through the model itself. So the
+lane replaces that module's `forward` by the compiled one.
 """
 
 from __future__ import annotations
@@ -213,9 +213,9 @@ def race(
     until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
     comes last.
 
-    `graph` adds the accelerated model with its CUDA graphs, whose samples are replays; where none is replayed,
-    its lane says why. `compiled` adds torch.compile with that `backend`; where it cannot compile the model, its lane says why.
-    `profiled` names the lanes of which one more call runs under the profiler.
+    `graph` adds the accelerated model with its CUDA graphs, whose samples are replays; where none is
+    replayed, its lane says why. `compiled` adds torch.compile with that `backend`; where it cannot compile
+    the model, its lane says why. `profiled` names the lanes of which one more call runs under the profiler.
     """
     if rounds < 2:
         raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")

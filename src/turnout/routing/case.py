@@ -45,11 +45,12 @@ class Cases:
     """An op's real calls, and what benchmarks and tests need to know of the op besides.
 
     calls: real ones, each with where it comes from. random_call: public arguments of any valid call, small.
-    peers, bounds: what the op is timed against, by name, with the reference's arguments; bounds do less than the op,
-    such as a plain copy of the same size. exact: sums of small integers come out exact, so routes are compared bit
-    for bit. ordinary: arguments that tests leave finite, as torch's own kernels are of two minds about others.
-    of_torch: routes that launch kernels of torch only, copies aside. not_interpreted: routes whose kernels Triton's
-    interpreter cannot run.
+    peers, bounds: what the op is timed against, by name, with the reference's arguments; bounds do less than
+    the op, such as a plain copy of the same size. exact: sums of small integers come out exact, so routes are
+    compared bit for bit. ordinary: arguments that tests leave finite, as torch's own kernels are of two minds
+    about others.
+    of_torch: routes that launch kernels of torch only, copies aside. not_interpreted: routes whose kernels
+    Triton's interpreter cannot run.
     """
 
     calls: Sequence[Case]
@@ -75,7 +76,11 @@ def outline(op: Op, case: Case) -> Outline:
         with FakeTensorMode():
             args = op.arguments(*case.make(torch.device("cpu"), 0))
             problem = op.problem(*args)
-    except (RuntimeError, TypeError, NotImplementedError):  # what it asks for depends on values, such as a mask's
+    except (
+        RuntimeError,
+        TypeError,
+        NotImplementedError,
+    ):  # what it asks for depends on values, such as a mask's
         args = op.arguments(*case.make(torch.device("cpu"), 0))
         problem = op.problem(*args)
     return Outline(problem, tuple(_on_meta(x) if isinstance(x, torch.Tensor) else x for x in args))
@@ -85,11 +90,15 @@ def _on_meta(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def normal(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def normal(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
     """Standard normal values; integers come as small ones, so that their sums are exact."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-    return torch.randint(-4 if dtype.is_signed else 0, 5, shape, dtype=dtype, device=device, generator=generator)
+    return torch.randint(
+        -4 if dtype.is_signed else 0, 5, shape, dtype=dtype, device=device, generator=generator
+    )
 
 
 def seeded(device: torch.device, seed: int) -> torch.Generator:
@@ -98,7 +107,10 @@ def seeded(device: torch.device, seed: int) -> torch.Generator:
 
 def copies(args: tuple[Any, ...], count: int) -> list[tuple]:
     """That many sets of the same arguments in memory of their own, strides kept."""
-    return [args, *(tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args) for _ in range(count - 1))]
+    return [
+        args,
+        *(tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args) for _ in range(count - 1)),
+    ]
 
 
 def copy(x: torch.Tensor) -> torch.Tensor:
@@ -109,24 +121,39 @@ def copy(x: torch.Tensor) -> torch.Tensor:
 
 
 def laid_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values of x's shape in memory of their own, with x's strides. Where x repeats an element, so is the first value."""
+    """Values of x's shape in memory of their own, with x's strides.
+
+    Where x repeats an element, so is the first value.
+    """
     for axis, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[axis] > 1:
             values = values.narrow(axis, 0, 1)
-    return torch.empty_strided(values.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(values).expand(x.shape)
+    return (
+        torch.empty_strided(values.shape, x.stride(), dtype=x.dtype, device=x.device)
+        .copy_(values)
+        .expand(x.shape)
+    )
 
 
-def small_integers(draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of values in -1, 0, 1, whose sums are exact in any dtype, in a random layout: dense, permuted, strided, sliced, expanded."""
+def small_integers(
+    draw: random.Random, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of values in -1, 0, 1, whose sums are exact in any dtype, in a random layout: dense, permuted,
+    strided, sliced, expanded.
+    """
     size = tuple(n * draw.choice((1, 1, 2)) for n in shape)
     order = draw.sample(range(len(shape)), len(shape)) if draw.random() < 0.3 else range(len(shape))
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
     low = 0 if not (dtype.is_signed or dtype.is_complex) else -1
     values = torch.randint(low, 2, [size[i] for i in order], generator=generator)
     if dtype.is_complex:
-        values = torch.complex(values.double(), torch.randint(-1, 2, values.shape, generator=generator).double())
+        values = torch.complex(
+            values.double(), torch.randint(-1, 2, values.shape, generator=generator).double()
+        )
     tensor = values.to(dtype).to(device).permute([list(order).index(i) for i in range(len(shape))])
-    steps = tuple(slice(None, None, 2) if full > n else slice(None) for full, n in zip(size, shape, strict=True))
+    steps = tuple(
+        slice(None, None, 2) if full > n else slice(None) for full, n in zip(size, shape, strict=True)
+    )
     tensor = tensor[steps]
     if shape and shape[0] > 1 and draw.random() < 0.1:
         tensor = tensor[:1].expand(shape)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 
-# A route is taken only when it beats the reference by this ratio; below it the two are tied, and ties go to the reference.
+# A route is taken only when it beats the reference by this ratio; below it the two are tied, and ties go to
+# the reference.
 MEASURED_MARGIN = 1.03  # run-to-run spread of medians on the H200 is 1 to 2 %
 MEASURED_US = 2.0  # on a GPU also by these microseconds: where the host sets the time, differences move by 1 with its speed
 MODEL_MARGIN = 1.15  # costs are estimates
@@ -44,7 +45,11 @@ class Verdict:
 
     def __str__(self) -> str:
         fields = ", ".join(f"{k}={plain(v)}" for k, v in self.problem._asdict().items())
-        lines = [f"{self.op}({fields})", f"  on      {self.device.name}", f"  chosen  {self.chosen}, by {self.authority}: {self.why}"]
+        lines = [
+            f"{self.op}({fields})",
+            f"  on      {self.device.name}",
+            f"  chosen  {self.chosen}, by {self.authority}: {self.why}",
+        ]
         if self.config:
             lines.append(f"  config  {', '.join(f'{k}={v}' for k, v in self.config.items())}")
         width = max(map(len, self.microseconds))
@@ -89,9 +94,9 @@ def choose(
 ) -> Verdict:  # fmt: skip
     """Pick the route of one call. Pure: the same arguments give the same verdict.
 
-    `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed` holds routes that failed
-    at launch. `overhead` is what any route pays on top of the reference, in seconds. `blocked_by` is a reason
-    why no route can take this call.
+    `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed`
+    holds routes that failed at launch. `overhead` is what any route pays on top of the reference, in seconds.
+    `blocked_by` is a reason why no route can take this call.
     """
     refused: dict[str, list[str]] = {}
     microseconds: dict[str, float | None] = {}
@@ -113,14 +118,20 @@ def choose(
 
     if pin is not None:
         if pin in refused:
-            raise Refused(f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}")
+            raise Refused(
+                f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}"
+            )
         config = None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured)
         return verdict(pin, "pin", "asked for", config)
     if blocked_by is not None:
         return verdict(REFERENCE, REFERENCE, blocked_by)
 
     for authority, measurement in measured:
-        times = {name: us + 1e6 * overhead for name, us in measurement.us.items() if name in op.routes and name not in refused}
+        times = {
+            name: us + 1e6 * overhead
+            for name, us in measurement.us.items()
+            if name in op.routes and name not in refused
+        }
         times[REFERENCE] = measurement.us[REFERENCE]
         microseconds.update(times)
         best = min(times, key=times.__getitem__)
@@ -129,7 +140,9 @@ def choose(
             needed = f"{MEASURED_MARGIN - 1:.0%}" + (f" and {least:g} us" if least else "")
             return verdict(REFERENCE, authority, f"nothing beats it by {needed}, {measurement.note}")
         gain = times[REFERENCE] / times[best]
-        return verdict(best, authority, f"{gain:.2f}x the reference, {measurement.note}", measurement.config.get(best))
+        return verdict(
+            best, authority, f"{gain:.2f}x the reference, {measurement.note}", measurement.config.get(best)
+        )
 
     estimates = {name: us for name, us in microseconds.items() if us is not None and name not in refused}
     if REFERENCE in estimates and len(estimates) > 1:
@@ -137,10 +150,16 @@ def choose(
         gain = estimates[REFERENCE] / max(estimates[best], 1e-9)
         if gain > MODEL_MARGIN:
             configs = op.routes[best].configs(problem, device)
-            return verdict(best, "model", f"estimated {gain:.2f}x the reference", configs[0] if configs else None)
+            return verdict(
+                best, "model", f"estimated {gain:.2f}x the reference", configs[0] if configs else None
+            )
         return verdict(REFERENCE, "model", f"nothing is estimated to beat it by {MODEL_MARGIN - 1:.0%}")
     return verdict(
-        REFERENCE, REFERENCE, "no other route can take this call" if len(refused) == len(op.routes) else "costs are unknown on this device"
+        REFERENCE,
+        REFERENCE,
+        "no other route can take this call"
+        if len(refused) == len(op.routes)
+        else "costs are unknown on this device",
     )
 
 
@@ -159,7 +178,8 @@ def plain_problem(problem: Any) -> str:
 
 
 def in_short(problem: Any) -> str:
-    """What a person looks for in a list of problems: sizes, types and settings; no strides, nothing that is absent, types once.
+    """What a person looks for in a list of problems: sizes, types and settings; no strides, nothing that is
+    absent, types once.
 
     >>> from turnout.ops.conv2d import CONV2D
     >>> in_short(CONV2D.problem(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], 1, None))
@@ -174,7 +194,11 @@ def in_short(problem: Any) -> str:
             types.add(value)
         elif hasattr(value, "_asdict"):
             inner = in_short(value)
-            parts += [] if not inner else [f"{name} {inner.removeprefix('shape ')}" if name in ("cache", "residual") else inner]
+            parts += (
+                []
+                if not inner
+                else [f"{name} {inner.removeprefix('shape ')}" if name in ("cache", "residual") else inner]
+            )
         elif isinstance(value, tuple) and all(isinstance(n, int) for n in value):
             parts.append(f"{name} {'x'.join(map(str, value))}")
         else:

@@ -1,8 +1,9 @@
 """Hash the kernels behind a route: which compiled code a timing belongs to.
 
-A measured time stays true for as long as the card runs the same code. So the hash covers the kernels' own source:
-the functions a route launches, and all they use, followed through files whose name ends in `kernels.py`. Host
-code, guards, costs and declarations are not in it, nor are comments, docstrings, types, file names, and the names
+A measured time stays true for as long as the card runs the same code. So the hash covers the kernels' own
+source: the functions a route launches, and all they use, followed through files whose name ends in
+`kernels.py`. Host code, guards, costs and declarations are not in it, nor are comments, docstrings, types,
+file names, and the names
 of functions and local variables: all of that may be refactored without measuring again.
 """
 
@@ -62,7 +63,13 @@ def _module(name: str) -> Module:
 def _defined_names(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
     return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
@@ -74,7 +81,9 @@ def _followed_imports(node: ast.stmt) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 _lock = threading.Lock()
-_open: list[tuple[str, str]] = []  # definitions that are being hashed: a recursive one is known by its place here
+_open: list[
+    tuple[str, str]
+] = []  # definitions that are being hashed: a recursive one is known by its place here
 
 
 @functools.cache

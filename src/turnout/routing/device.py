@@ -1,6 +1,8 @@
-"""Devices: what costs and guards may know of one. Peaks and fitted constants come from `devices/`, each with its source.
+"""Devices: what costs and guards may know of one. Peaks and fitted constants come from `devices/`, each with
+its source.
 
-Costs and guards see a `Device`, never a `torch.device`, so a choice can be explained for a card that is not in this machine.
+Costs and guards see a `Device`, never a `torch.device`, so a choice can be explained for a card that is not
+in this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from turnout.routing.names import not_known
 
 KIB, MIB = 2**10, 2**20
 FITTED_ON = "nvidia-h200"  # whose constants hold for cards that have none of their own
-OPTIONAL = frozenset(["flash_attn_interface", "flash_attn.cute"])  # packages that a card asked for by name is without
+OPTIONAL = frozenset(
+    ["flash_attn_interface", "flash_attn.cute"]
+)  # packages that a card asked for by name is without
 
 
 class Figure(NamedTuple):
@@ -36,19 +40,21 @@ class Figure(NamedTuple):
 class Device:
     """What a cost or a guard may know of a device.
 
-    type: torch's name of it ("cuda" for AMD's cards too). backend: Triton's name of it ("cuda", "hip"), None where
-    Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32" for its mode). capability:
-    NVIDIA's compute capability. units: multiprocessors or cores. cache, shared: bytes of the last-level cache, and
-    of shared memory that one block may use. sibling: the name of a card with the same processor, whose measured
-    rows stand in where this one has none. triton: the version that compiles for it, cudnn: torch's, such as 91900;
-    None for a card that was asked for by name, of which nobody knows: the newest that was measured counts.
-    fitted_on: the file in `devices/` whose constants costs take; refitted: constants in place of some of those, by
-    section and name. lacks: packages that routes need and that are not there; None: this machine is asked.
+    type: torch's name of it ("cuda" for AMD's cards too). backend: Triton's name of it ("cuda", "hip"), None
+    where Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32" for its mode).
+    capability: NVIDIA's compute capability. units: multiprocessors or cores. cache, shared: bytes of the
+    last-level cache, and of shared memory that one block may use. sibling: the name of a card with the same
+    processor, whose measured rows stand in where this one has none. triton: the version that compiles for it,
+    cudnn: torch's, such as 91900; None for a card that was asked for by name, of which nobody knows: the
+    newest that was measured counts.
+    fitted_on: the file in `devices/` whose constants costs take; refitted: constants in place of some of
+    those, by section and name. lacks: packages that routes need and that are not there; None: this machine is
+    asked.
 
-    Of a CPU also: threads, that torch uses. vectors: torch's name of its instructions. one_dnn: the dtypes that
-    oneDNN has kernels for. native_halves: the half types that it has instructions for. one_dnn_limit: the
-    instruction set that oneDNN was told not to go beyond. careful_loop: whether torch's own loop of a convolution
-    loses fewer digits than oneDNN; None: it is tried when first asked.
+    Of a CPU also: threads, that torch uses. vectors: torch's name of its instructions. one_dnn: the dtypes
+    that oneDNN has kernels for. native_halves: the half types that it has instructions for. one_dnn_limit:
+    the instruction set that oneDNN was told not to go beyond. careful_loop: whether torch's own loop of a
+    convolution loses fewer digits than oneDNN; None: it is tried when first asked.
 
     >>> Device.named("h200").slug
     'nvidia-h200'
@@ -102,7 +108,9 @@ class Device:
 
     @property
     def has_avx512(self) -> bool:
-        """Whether oneDNN uses AVX-512: its bfloat16 kernels need it, and are gone where it was told to do without."""
+        """Whether oneDNN uses AVX-512: its bfloat16 kernels need it, and are gone where it was told to do
+        without.
+        """
         return torch.bfloat16 in self.one_dnn
 
     @property
@@ -112,7 +120,10 @@ class Device:
 
     @property
     def machine(self) -> dict[str, int | str]:
-        """What a timing depends on besides the problem and the software, as rows keep it. A GPU's: on nothing else."""
+        """What a timing depends on besides the problem and the software, as rows keep it.
+
+        A GPU's: on nothing else.
+        """
         if self.type != "cpu":
             return {}
         found: dict[str, int | str] = {"threads": self.threads, "vectors": self.vectors}
@@ -124,7 +135,10 @@ class Device:
         return re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
 
     def seconds(self, bytes: float, flops: float = 0, dtype: torch.dtype = torch.float32) -> float | None:
-        """The roofline bound: the longer of moving the bytes and doing the arithmetic. None where a peak is unknown."""
+        """The roofline bound: the longer of moving the bytes and doing the arithmetic.
+
+        None where a peak is unknown.
+        """
         if self.bandwidth is None:
             return None
         moving = bytes / self.bandwidth.value
@@ -137,8 +151,8 @@ class Device:
     def named(name: str) -> Device:
         """The known device that people call `name`, whether or not this machine has it.
 
-        Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several cards
-        and have a number in them ("h100"), the first in `known_cards()` is meant.
+        Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several
+        cards and have a number in them ("h100"), the first in `known_cards()` is meant.
 
         >>> {Device.named(name).name for name in ("4090", "rtx4090", "rtx-4090", "RTX 4090", "GeForce RTX 4090")}
         {'NVIDIA GeForce RTX 4090'}
@@ -159,7 +173,10 @@ class Device:
 
     @staticmethod
     def of(device: torch.device | str) -> Device:
-        """The device behind a `torch.device`. A CUDA device without a driver has no peaks and no capability."""
+        """The device behind a `torch.device`.
+
+        A CUDA device without a driver has no peaks and no capability.
+        """
         instead = _assumed.get()
         if instead is not None:
             return instead
@@ -186,10 +203,11 @@ _planning: ContextVar[bool] = ContextVar("turnout_planning", default=False)
 
 @contextlib.contextmanager
 def assumed(device: Device) -> Iterator[None]:
-    """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing can run.
+    """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing
+    can run.
 
-    For finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread; what others
-    compute meanwhile stays on its own device.
+    For finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread; what
+    others compute meanwhile stays on its own device.
     """
     token = _assumed.set(device)
     try:
@@ -200,7 +218,9 @@ def assumed(device: Device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planning_calls() -> Iterator[None]:
-    """While this is entered, calls in this thread are only planned: tensors have no memory, nothing is remembered."""
+    """While this is entered, calls in this thread are only planned: tensors have no memory, nothing is
+    remembered.
+    """
     token = _planning.set(True)
     try:
         yield
@@ -229,7 +249,9 @@ def _aliases(device: Device) -> frozenset[str]:
 
 @functools.cache
 def _of_other(device_type: str) -> Device:
-    """A device of neither NVIDIA, AMD nor a CPU: plain Triton routes may take it if Triton has a driver for it."""
+    """A device of neither NVIDIA, AMD nor a CPU: plain Triton routes may take it if Triton has a driver for
+    it.
+    """
     return Device(name=device_type, type=device_type, backend=_triton_backend(device_type), lacks=None)
 
 
@@ -241,7 +263,11 @@ def _triton_backend(device_type: str) -> str | None:
         from triton.runtime import driver
 
         active: Any = driver.active
-        return active.get_current_target().backend if active.get_active_torch_device().type == device_type else None
+        return (
+            active.get_current_target().backend
+            if active.get_active_torch_device().type == device_type
+            else None
+        )
     except Exception:  # no driver is active: Triton raises whatever its backends raise
         return None
 
@@ -263,9 +289,14 @@ def _of_cuda(index: int) -> Device:
     if known is not None:
         return replace(known, **here)
     here["backend"] = None if versions.triton() is None else "hip" if torch.version.hip else "cuda"
-    # Cards we have no datasheet for: memory speed as the driver states it, so that byte-bound costs still mean something.
+    # Cards we have no datasheet for: memory speed as the driver states it, so that byte-bound costs still
+    # mean something.
     clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
-    bandwidth = Figure(2e3 * clock * width / 8, "memory clock and bus width as the driver states them") if clock and width else None
+    bandwidth = (
+        Figure(2e3 * clock * width / 8, "memory clock and bus width as the driver states them")
+        if clock and width
+        else None
+    )
     return Device(
         name=seen.name, type="cuda", bandwidth=bandwidth, capability=(seen.major, seen.minor),
         units=seen.multi_processor_count, cache=seen.L2_cache_size, shared=getattr(seen, "shared_memory_per_block_optin", 0), **here,
@@ -273,8 +304,8 @@ def _of_cuda(index: int) -> Device:
 
 
 def cpu() -> Device:
-    """This machine's CPU, with figures measured once on another. They set the ratio of bytes to fixed costs; `tune`
-    replaces what depends on them."""
+    """This machine's CPU, with figures measured once on another. They set the ratio of bytes to fixed costs;
+    `tune` replaces what depends on them."""
     return _cpu(torch.get_num_threads(), machine.one_dnn_limit())
 
 
@@ -282,7 +313,9 @@ def cpu() -> Device:
 def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
     known = device_files.load(device_files.CPU)
     peaks, cores = known["peaks"], os.cpu_count() or 1
-    flops = {kind: Figure(peaks[kind] * cores / peaks["cores"], peaks["source"]) for kind in ("float32", "float64")}
+    flops = {
+        kind: Figure(peaks[kind] * cores / peaks["cores"], peaks["source"]) for kind in ("float32", "float64")
+    }
     return Device(
         name="cpu", type="cpu", bandwidth=Figure(peaks["bytes"], peaks["source"]), units=cores,
         cache=known["cache_mib"] * MIB, flops=flops, fitted_on=device_files.CPU,
@@ -299,7 +332,10 @@ def known_cards() -> tuple[Device, ...]:
 
 def _card(file: Mapping[str, Any]) -> Device:
     peaks = file["peaks"]
-    flops = {kind: Figure(peaks[kind] * 1e12, peaks["source"]) for kind in ("bfloat16", "float16", "tf32", "float32")}
+    flops = {
+        kind: Figure(peaks[kind] * 1e12, peaks["source"])
+        for kind in ("bfloat16", "float16", "tf32", "float32")
+    }
     major, minor = file["capability"]
     return Device(
         name=file["name"], type="cuda", backend=file["backend"], capability=(major, minor), units=file["units"],

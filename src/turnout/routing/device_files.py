@@ -1,4 +1,6 @@
-"""The files of `devices/`: what is known of cards and CPUs, each figure with its source, read when first needed."""
+"""The files of `devices/`: what is known of cards and CPUs, each figure with its source, read when first
+needed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Constants:
             return self._values[name]
         except KeyError:
             known = ", ".join(self._values)
-            raise AttributeError(f"no constant {name!r} was fitted for {self._section}; those are: {known}") from None
+            raise AttributeError(
+                f"no constant {name!r} was fitted for {self._section}; those are: {known}"
+            ) from None
 
     def get(self, name: str, otherwise: float) -> float:
         """A constant, or another number where none was fitted."""

@@ -1,8 +1,9 @@
 """Failures of a route at launch: what counts as one, and which kernels do not compile on this machine.
 
-Only three things make a call fall through to the next route: no memory, no shared memory, a kernel that does not
-compile. Everything else that a route raises is a mistake, and is raised. That a kernel does not compile is kept on
-disk for the Triton and the card it was seen with, so nobody waits for it, or is warned of it, twice. Where memory was
+Only three things make a call fall through to the next route: no memory, no shared memory, a kernel that does
+not compile. Everything else that a route raises is a mistake, and is raised. That a kernel does not compile
+is kept on disk for the Triton and the card it was seen with, so nobody waits for it, or is warned of it,
+twice. Where memory was
 missing, the route is tried again later: there may be more of it then.
 """
 
@@ -27,7 +28,12 @@ from turnout.routing.row import Unreadable
 Kind = Literal["memory", "shared memory", "compilation"]
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-_NOT_COMPILED = ("CompilationError", "CompileTimeAssertionFailure", "UnsupportedLanguageConstruct", "PTXASError")
+_NOT_COMPILED = (
+    "CompilationError",
+    "CompileTimeAssertionFailure",
+    "UnsupportedLanguageConstruct",
+    "PTXASError",
+)
 _NUMBAS_OWN = "NumbaError"  # what all errors of Numba's compiler are
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds until a route for which memory was missing is tried again
@@ -69,10 +75,11 @@ class _Failure:
 
 
 class FailedRoutes:
-    """The routes of one op that failed at launch, by call. The oldest are forgotten where there are very many.
+    """The routes of one op that failed at launch, by call. The oldest are forgotten where there are very
+    many.
 
-    A route for which memory was missing is tried again after a second. Each time it fails again it waits twice as long, up
-    to a minute; after an hour without a failure it begins anew.
+    A route for which memory was missing is tried again after a second. Each time it fails again it waits
+    twice as long, up to a minute; after an hour without a failure it begins anew.
 
     >>> failed = FailedRoutes(clock=lambda: now)
     >>> now = 5.0
@@ -115,7 +122,9 @@ class FailedRoutes:
     def next_try(self, call: Hashable) -> float | None:
         """When the next of the routes that wait for memory is to be tried for a call; None where none waits."""
         now, failures = self.now(), self._calls.get(call, {})
-        return min((f.again for f in failures.values() if f.again is not None and f.again > now), default=None)
+        return min(
+            (f.again for f in failures.values() if f.again is not None and f.again > now), default=None
+        )
 
     def is_news(self, route: str, failure: BaseException) -> bool:
         """Whether nobody was told yet that the route fails in this way, with this or another call."""

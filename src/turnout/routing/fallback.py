@@ -30,7 +30,9 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch's own question raises for those that have none, such as meta."""
+    """Whether autocast is on for a type of device; torch's own question raises for those that have none, such
+    as meta.
+    """
     return autocasting() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 

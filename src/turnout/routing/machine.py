@@ -1,4 +1,5 @@
-"""What this machine is, as far as a choice depends on it: packages, and on a CPU threads, instructions, oneDNN.
+"""What this machine is, as far as a choice depends on it: packages, and on a CPU threads, instructions,
+oneDNN.
 
 Only `Device.of` asks here. Guards and costs read their `Device`, which may as well describe another machine.
 """
@@ -52,7 +53,10 @@ def one_dnn_dtypes() -> frozenset[torch.dtype]:
 @functools.cache
 def native_halves() -> frozenset[torch.dtype]:
     """The half types that this CPU multiplies by instructions of its own."""
-    native = {torch.bfloat16: torch.cpu._is_avx512_bf16_supported(), torch.float16: torch.cpu._is_amx_fp16_supported()}
+    native = {
+        torch.bfloat16: torch.cpu._is_avx512_bf16_supported(),
+        torch.float16: torch.cpu._is_amx_fp16_supported(),
+    }
     return frozenset(dtype for dtype, has_instructions in native.items() if has_instructions)
 
 
@@ -63,15 +67,20 @@ def one_dnn_limit() -> str | None:
 
 @functools.cache
 def loop_adds_carefully() -> bool:
-    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried once
-    on a small call. MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there) than on an
-    Intel."""
+    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried
+    once on a small call. MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there)
+    than on an Intel."""
     if not torch.backends.mkldnn.is_available():
         return False
     strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
-    plain = torch._C.DisableTorchFunction()  # no mode of a caller: it may rewrite calls, as that of a split model does
+    plain = (
+        torch._C.DisableTorchFunction()
+    )  # no mode of a caller: it may rewrite calls, as that of a split model does
     with plain, _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
-        x, weight = (torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape) for shape in _TRIED)
+        x, weight = (
+            torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape)
+            for shape in _TRIED
+        )
         exact = torch.conv3d(x, weight)
         call = (x.float(), weight.float(), None)
         of_loop = torch.ops.aten.slow_conv3d(call[0], call[1], _TRIED[1][2:])

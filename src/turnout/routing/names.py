@@ -1,4 +1,6 @@
-"""Names that people type: of ops, routes, models, devices and dtypes, and what to say of one that is not known."""
+"""Names that people type: of ops, routes, models, devices and dtypes, and what to say of one that is not
+known.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,13 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "fp64": "float64"}
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 DTYPES = tuple(sorted(name for name, value in vars(torch).items() if isinstance(value, torch.dtype)))
 
 
@@ -25,7 +33,9 @@ def one_of(name: str, known: Iterable[str], spellings: Mapping[str, str] | None 
     return (f"did you mean {meant[near[0]]}? One of: " if near else "one of: ") + ", ".join(known)
 
 
-def not_known(kind: str, name: str, known: Iterable[str], spellings: Mapping[str, str] | None = None) -> ValueError:
+def not_known(
+    kind: str, name: str, known: Iterable[str], spellings: Mapping[str, str] | None = None
+) -> ValueError:
     """The error about a name that is not known.
 
     >>> not_known("op", "atention", ["attention", "dot"])
@@ -67,5 +77,7 @@ def device_here(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {name!r} was asked for, this machine has no CUDA GPU; use --device cpu")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ValueError(f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA GPUs")
+        raise ValueError(
+            f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA GPUs"
+        )
     return device

@@ -47,11 +47,14 @@ _watchers: list[Watch] = []
 
 _LIBRARY = torch.library.Library("turnout", "DEF")
 _MOST_CACHED = 4096  # calls, of all ops together
-_cached: collections.deque[tuple[dict, tuple]] = collections.deque()  # the oldest first: a dispatch cache and a key
+_cached: collections.deque[tuple[dict, tuple]] = (
+    collections.deque()
+)  # the oldest first: a dispatch cache and a key
 _cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
 _clearings = 0  # how often they were cleared: what was chosen before is not added after
 
-# What going through an op with a registered backward costs a call, in seconds: a route must win by that much when gradients are wanted.
+# What going through an op with a registered backward costs a call, in seconds: a route must win by that much
+# when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
 
 
@@ -61,13 +64,15 @@ class TurnoutWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with defaults.
+    """One implementation of an op. `run` has the reference's signature, plus keyword-only configuration with
+    defaults.
 
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
-    fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an argument.
-    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the whole's, bit
-    for bit; None where that is not known.
+    fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an
+    argument.
+    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the
+    whole's, bit for bit; None where that is not known.
     """
 
     name: str
@@ -97,7 +102,9 @@ class Route:
 
 
 class Work(NamedTuple):
-    """The fewest bytes a call can move, read and written together, the operations it must do, and how many of the bytes are written."""
+    """The fewest bytes a call can move, read and written together, the operations it must do, and how many of
+    the bytes are written.
+    """
 
     bytes: int
     flops: int
@@ -113,17 +120,19 @@ class Key(NamedTuple):
 
 
 class Op:
-    """A reference function in plain PyTorch, plus its routes. The reference is the meaning, the fake kernel and the fallback.
+    """A reference function in plain PyTorch, plus its routes. The reference is the meaning, the fake kernel
+    and the fallback.
 
-    `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes one from the arguments.
-    `cost` estimates the reference in seconds; `work` counts what no route can avoid. `cases`: the module whose `CASES`
-    are the op's, read when first needed; or those themselves.
-    `arguments` turns what a case makes into the reference's positional arguments.
+    `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes
+    one from the arguments. `cost` estimates the reference in seconds; `work` counts what no route can avoid.
+    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. `arguments`
+    turns what a case makes into the reference's positional arguments.
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
-    `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product of the reference.
-    `mutates` names the arguments a call writes into; see `writing` for what holds then. The reference of such an op reads everything and
-    allocates everything before it writes, and takes every call that wants gradients.
-    `builtin` is torch's own function where the reference does nothing but call it: chosen, it is called without a step in between.
+    `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product
+    of the reference. `mutates` names the arguments a call writes into; see `writing` for what holds then. The
+    reference of such an op reads everything and allocates everything before it writes, and takes every call
+    that wants gradients. `builtin` is torch's own function where the reference does nothing but call it:
+    chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs
     as if autocast were off), or "reference" (leave it to torch).
     `ambient(first argument)` gives the settings of torch that change the choice for such a call, such as its
@@ -166,26 +175,36 @@ class Op:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
         """Declare a route: see CONTRIBUTING, "Add a route".
 
-        prepare: called with a `Prepared` and the arguments of a call, it may return what runs calls like that one (the
-        same shapes, strides, dtypes, devices and plain arguments) at less host time than the route's own function; or
-        None.
+        prepare: called with a `Prepared` and the arguments of a call, it may return what runs calls like that
+        one (the same shapes, strides, dtypes, devices and plain arguments) at less host time than the route's
+        own function; or None.
         """
 
         def declare(run: Callable[..., Any]) -> Callable[..., Any]:
             given = list(inspect.signature(run).parameters.values())
             extra = given[len(self.signature.parameters) :]
             if [p.name for p in given[: len(self.signature.parameters)]] != list(self.signature.parameters):
-                raise TypeError(f"route {name!r} of {self.name} takes {given}, it needs the reference's {self.signature}")
+                raise TypeError(
+                    f"route {name!r} of {self.name} takes {given}, it needs the reference's {self.signature}"
+                )
             if any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in extra):
-                raise TypeError(f"route {name!r} of {self.name}: configuration {extra} must be keyword-only with defaults")
+                raise TypeError(
+                    f"route {name!r} of {self.name}: configuration {extra} must be keyword-only with defaults"
+                )
             if name in self.routes or name == REFERENCE:
                 raise ValueError(f"op {self.name} has a route {name!r} already")
             if numerics not in get_args(Numerics):
-                raise ValueError(f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}")
+                raise ValueError(
+                    f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}"
+                )
             if not self.mutates and (in_place or fails_before_writing):
-                raise TypeError(f"route {name!r} of {self.name}: in_place and fails_before_writing need an op that writes (mutates=)")
+                raise TypeError(
+                    f"route {name!r} of {self.name}: in_place and fails_before_writing need an op that writes (mutates=)"
+                )
             if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
-                raise TypeError(f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read")
+                raise TypeError(
+                    f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read"
+                )
             self.routes[name] = Route(
                 name,
                 run,
@@ -205,8 +224,8 @@ class Op:
         return declare
 
     def public(self, described: F) -> F:
-        """The function that calls take, under the name, types and docstring of a public function: nothing stands
-        between the two."""
+        """The function that calls take, under the name, types and docstring of a public function: nothing
+        stands between the two."""
         return cast(F, functools.wraps(described)(self.call))
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
@@ -230,8 +249,9 @@ class Op:
     def below_autograd(self, *args: Any) -> Any:
         """The kernel of the opaque torch op: gradients are taken care of above it.
 
-        Views made in here are not recorded as views, as inside torch's own ops: what is returned is a tensor of
-        its own, which may be written in place. An op that writes needs the record, for the versions of its arguments.
+        Views made in here are not recorded as views, as inside torch's own ops: what is returned is a tensor
+        of its own, which may be written in place. An op that writes needs the record, for the versions of its
+        arguments.
         """
         with torch.no_grad(), contextlib.nullcontext() if self.mutates else views_unrecorded():
             return self(*args)
@@ -239,8 +259,8 @@ class Op:
     def dispatch_uncached(self, cache_key: tuple | None, *args: Any) -> Any:
         """Select a route for a call that is not in the dispatch cache, cache the choice, and run it.
 
-        `cache_key` is None if it could not be built (wrong argument types, symbolic sizes). The reference then runs,
-        so that the caller sees torch's own error.
+        `cache_key` is None if it could not be built (wrong argument types, symbolic sizes). The reference
+        then runs, so that the caller sees torch's own error.
         """
         now = settings.entered.get()
         if isinstance(now, settings.Asking):
@@ -262,8 +282,8 @@ class Op:
         return run(*args) if is_planning() else self._cache(cache_key, run, clearings)(*args)
 
     def _cache(self, cache_key: tuple, run: Callable[..., Any], clearings: int) -> Callable[..., Any]:
-        """Remember what runs calls with this key, unless the cache was cleared since `clearings`; another thread's,
-        if it was first."""
+        """Remember what runs calls with this key, unless the cache was cleared since `clearings`; another
+        thread's, if it was first."""
         with _cache_lock:
             if clearings == _clearings:
                 ours, run = run, self.dispatch_cache.setdefault(cache_key, run)
@@ -296,8 +316,9 @@ class Op:
         return run if next_try is None else self._until(next_try, run)
 
     def _planned(self, args: tuple) -> Callable[..., Any]:
-        """What runs while calls are only planned: the route that would be taken, as nothing has been worked out for
-        it. What is asked at each call of a route was asked when this one was dispatched: nothing is cached."""
+        """What runs while calls are only planned: the route that would be taken, as nothing has been worked
+        out for it. What is asked at each call of a route was asked when this one was dispatched: nothing is
+        cached."""
         if self.autocast == "reference" and autocasting():
             return self.plain
         verdict = self.verdict(self.key(args))
@@ -320,13 +341,15 @@ class Op:
 
         return call
 
-    def with_runtime_checks(self, run: Callable[..., Any], example_args: tuple, route: Route | None = None) -> Callable[..., Any]:
+    def with_runtime_checks(
+        self, run: Callable[..., Any], example_args: tuple, route: Route | None = None
+    ) -> Callable[..., Any]:
         """A route as it is run, for arguments with the cache key of these.
 
-        What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and conjugation,
-        tensors elsewhere. That is asked here and is not in the cache key: a call which takes the reference does not
-        pay for it; `fallback.blocked` asks the same, for the words. Where `route` is given, a launch that fails is
-        followed by the next route.
+        What only torch can handle goes to the reference: transforms, modes, subclasses, lazy negation and
+        conjugation, tensors elsewhere. That is asked here and is not in the cache key: a call which takes the
+        reference does not pay for it; `fallback.blocked` asks the same, for the words. Where `route` is
+        given, a launch that fails is followed by the next route.
         """
         in_place = () if route is None else route.in_place
         writes = writing.Writes(self, example_args, in_place) if self.mutates else None
@@ -422,7 +445,9 @@ class Op:
             blocked = Blocked(f"tensors on {names}, routes need one device", True)
         if blocked is None and key.wants_grad and self.mutates:
             written = " and ".join(self.mutates)
-            blocked = Blocked(f"gradients are wanted, a route that writes into {written} needs a call without them", True)
+            blocked = Blocked(
+                f"gradients are wanted, a route that writes into {written} needs a call without them", True
+            )
         pin, reason = current.pins.get(self.name), None if blocked is None else blocked.reason
         if blocked is not None and not blocked.pin_raises and pin not in (None, REFERENCE):
             pin, reason = None, f"{blocked.reason}; a pin does not count there"
@@ -446,15 +471,18 @@ class Op:
         return failed
 
     def _fall_through(self, route: Route, failure: Exception, args: tuple) -> Any:
-        """A route failed at launch: remember it as refused, say so once, take the next one. Where a kernel does not
-        compile it is refused for all calls, else for calls like this one. Raise the failure where the route was pinned,
-        or may have written into an argument: the next one would begin with changed values."""
+        """A route failed at launch: remember it as refused, say so once, take the next one. Where a kernel
+        does not compile it is refused for all calls, else for calls like this one. Raise the failure where
+        the route was pinned, or may have written into an argument: the next one would begin with changed
+        values."""
         if settings.current().pins.get(self.name) is not None:
             raise failure
         key = self.key(args)
         device = Device.of(key.devices[0])
         if failures.kind_of(failure) == "compilation" and device.triton is not None:
-            failures.remember(route.code_hash, device, f"its kernels do not compile: {failures.in_words(failure)}")
+            failures.remember(
+                route.code_hash, device, f"its kernels do not compile: {failures.in_words(failure)}"
+            )
         else:
             self.failed.add(route.name, key, failure)
         forget_choices()
@@ -472,15 +500,19 @@ class Op:
 
 
 def _written_out(op: Op) -> Callable[..., Any]:
-    """The function that users call, written out for the op's signature, as namedtuple does: a loop over arguments would
-    cost more than all the rest. Its cache key is everything the choice depends on; a call whose key is in the dispatch
-    cache is one look-up away from its kernel."""
+    """The function that users call, written out for the op's signature, as namedtuple does: a loop over
+    arguments would cost more than all the rest. Its cache key is everything the choice depends on; a call
+    whose key is in the dispatch cache is one look-up away from its kernel."""
     tensor = "{0}.shape, {0}.stride(), {0}.dtype"
     key, grads = ["settings()", "autocasting()"] if op.autocast == "cast" else ["settings()"], []
     if op.ambient is not None:
         key.append(f"ambient({next(iter(op.signature.parameters))})")
-    # That the others are on this device too is asked of routes only. On a CPU, times and costs go with torch's threads.
-    key += [f"(device := {next(iter(op.signature.parameters))}.get_device())", "threads() if device < 0 else 0"]
+    # That the others are on this device too is asked of routes only. On a CPU, times and costs go with
+    # torch's threads.
+    key += [
+        f"(device := {next(iter(op.signature.parameters))}.get_device())",
+        "threads() if device < 0 else 0",
+    ]
     for name, parameter in op.signature.parameters.items():
         kind = str(parameter.annotation)
         if kind in ("Tensor", str(Tensor)):
@@ -521,8 +553,9 @@ def look_up({arguments}):
 
 
 def _raise_if_interrupted(failure: BaseException, look_up: Callable[..., Any], *args: Any) -> None:
-    """Raise a failure to look up a call unless it comes again: then it lies in the arguments, else it came from outside, from the
-    handler of a signal. A failure from outside that comes meanwhile is raised as well."""
+    """Raise a failure to look up a call unless it comes again: then it lies in the arguments, else it came
+    from outside, from the handler of a signal. A failure from outside that comes meanwhile is raised as
+    well."""
     failed = [failure]
     for _ in range(4):
         try:
@@ -544,8 +577,9 @@ def _are_alike(one: BaseException, other: BaseException) -> bool:
 
 @contextlib.contextmanager
 def watched(watch: Watch, *, every_call: bool = False) -> Iterator[None]:
-    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if there
-    had been none; with `every_call` before each one, which then runs inside the context that `watch` returns, if any.
+    """While this is entered, `watch(op, args)` is called before every call that looks like none before, as if
+    there had been none; with `every_call` before each one, which then runs inside the context that `watch`
+    returns, if any.
     """
     if every_call:
         with _around_every_call(watch):
@@ -595,7 +629,9 @@ def forget_choices() -> None:
 
 
 def _has_routes(device: torch.device) -> bool:
-    """Whether routes may take tensors of a device: a CPU's, a GPU's, and those of any other that Triton drives."""
+    """Whether routes may take tensors of a device: a CPU's, a GPU's, and those of any other that Triton
+    drives.
+    """
     return device.type in ("cpu", "cuda") or Device.of(device).backend is not None
 
 
@@ -607,16 +643,19 @@ def without_autocast() -> Iterator[None]:
 
 
 def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Two torch ops. `turnout::<op>` is opaque and chooses when it runs; `turnout::<op>_when_compiled` is what a traced program calls:
-    while a graph is made with sizes that are known, it becomes the plain reference where the reference is chosen, so that
-    torch.compile sees PyTorch's own ops and the router costs nothing; else it becomes the opaque op."""
+    """Two torch ops. `turnout::<op>` is opaque and chooses when it runs; `turnout::<op>_when_compiled` is
+    what a traced program calls: while a graph is made with sizes that are known, it becomes the plain
+    reference where the reference is chosen, so that torch.compile sees PyTorch's own ops and the router costs
+    nothing; else it becomes the opaque op."""
     schema = torch.library.infer_schema(op.reference, mutates_args=op.mutates)
     qualified = f"turnout::{op.name}"
     _LIBRARY.define(op.name + schema)
     _LIBRARY.impl(op.name, op.below_autograd, "CompositeExplicitAutograd")
     torch.library.register_fake(qualified, op.reference, lib=_LIBRARY)
     if not op.mutates:
-        torch.library.register_autograd(qualified, functools.partial(_backward, op), setup_context=_save, lib=_LIBRARY)
+        torch.library.register_autograd(
+            qualified, functools.partial(_backward, op), setup_context=_save, lib=_LIBRARY
+        )
     opaque = getattr(torch.ops.turnout, op.name).default
 
     def when_compiled(*args: Any) -> Any:
@@ -633,7 +672,9 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
                 writing.refuse_self_overlap(op, args)
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return op.reference(*args)
-        return op.reference(*args) if known and op.verdict(op.key(args)).chosen == REFERENCE else opaque(*args)
+        return (
+            op.reference(*args) if known and op.verdict(op.key(args)).chosen == REFERENCE else opaque(*args)
+        )
 
     traced = f"{op.name}_when_compiled"
     _LIBRARY.define(traced + schema)
@@ -652,7 +693,11 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
     inputs = [next(saved) if plain is None else plain[0] for plain in ctx.plain]
     if op.vjp is not None:
         return tuple(op.vjp(tuple(inputs), grads))
-    wanted = [i for i, (plain, needed) in enumerate(zip(ctx.plain, ctx.needs_input_grad, strict=True)) if plain is None and needed]
+    wanted = [
+        i
+        for i, (plain, needed) in enumerate(zip(ctx.plain, ctx.needs_input_grad, strict=True))
+        if plain is None and needed
+    ]
 
     def of_wanted(*chosen: Tensor) -> Any:
         given = dict(zip(wanted, chosen, strict=True))

@@ -1,9 +1,9 @@
 """Prepared: all that follows from a problem, a route and its configuration, in one object.
 
-The dispatch cache of an op holds one for each entry that takes a route, so it is dropped with that entry and there are
-never more of them. What a route works out of shapes, strides and dtypes is kept in it: the layout of outputs, plans
-of launches, descriptors, compiled kernels. It holds no tensor of a caller, and threads may share it: what two of them
-work out at once is the same, and the later one is kept.
+The dispatch cache of an op holds one for each entry that takes a route, so it is dropped with that entry and
+there are never more of them. What a route works out of shapes, strides and dtypes is kept in it: the layout
+of outputs, plans of launches, descriptors, compiled kernels. It holds no tensor of a caller, and threads may
+share it: what two of them work out at once is the same, and the later one is kept.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
 class Prepared:
     """A route with its configuration, for calls of one entry of the dispatch cache.
 
-    call: runs such a call; what `prepare` has made of the route, or `run_route`. function, config: the route's own
-    function, and its configuration with all defaults. values: what it has worked out, by what it was worked out of.
+    call: runs such a call; what `prepare` has made of the route, or `run_route`. function, config: the
+    route's own function, and its configuration with all defaults. values: what it has worked out, by what it
+    was worked out of.
     """
 
     __slots__ = ("_run", "call", "config", "function", "values")

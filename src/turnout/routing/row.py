@@ -30,9 +30,11 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    """What `tune` measured for one problem: every route's time, in microseconds, and all that makes the times valid.
+    """What `tune` measured for one problem: every route's time, in microseconds, and all that makes the times
+    valid.
 
-    version, code_hash: of the routes that were measured. config: the fastest of each. versions: of the software.
+    version, code_hash: of the routes that were measured. config: the fastest of each. versions: of the
+    software.
     machine: what else must be the same for the times to hold, on a CPU the number of threads.
     """
 
@@ -77,7 +79,11 @@ class Row:
             raise Unreadable(f"problem is nested deeper than {_DEEPEST}")
         for name, (kind, is_kind) in _KINDS.items():
             part = value.get(name, {})
-            if not isinstance(part, dict) or not all(map(is_kind, part.values())) or not all(map(_is_text, part)):
+            if (
+                not isinstance(part, dict)
+                or not all(map(is_kind, part.values()))
+                or not all(map(_is_text, part))
+            ):
                 raise Unreadable(f"{name} is {brief(part)}, it needs to be an object of {kind}")
         if REFERENCE not in value.get("us", {}):
             raise Unreadable(f"us has no time of the {REFERENCE}")
@@ -87,7 +93,9 @@ class Row:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a text that can be shown: names and versions are, in verdicts and by `turnout doctor`."""
+    """Whether a value is a text that can be shown: names and versions are, in verdicts and by `turnout
+    doctor`.
+    """
     return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
@@ -132,12 +140,19 @@ def brief(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that any terminal can show: control characters, and bytes of a file name that is no text, escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+    """A text that any terminal can show: control characters, and bytes of a file name that is no text,
+    escaped.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 def decode(op: Op, problem: Mapping[str, Any]) -> Any:
-    """The problem in a row's JSON. Raises `Unreadable` where fields are missing, unknown or of another type."""
+    """The problem in a row's JSON.
+
+    Raises `Unreadable` where fields are missing, unknown or of another type.
+    """
     names = op.problem_type._fields
     if set(problem) != set(names):
         different = sorted(set(problem) ^ set(names))
@@ -162,7 +177,9 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
                 continue
         raise _misfit(where, value, hint)
     if typing.get_origin(hint) is typing.Literal:
-        if value not in typing.get_args(hint) or isinstance(value, bool) != isinstance(typing.get_args(hint)[0], bool):
+        if value not in typing.get_args(hint) or isinstance(value, bool) != isinstance(
+            typing.get_args(hint)[0], bool
+        ):
             raise _misfit(where, value, hint)
         return value
     if hint is torch.dtype:

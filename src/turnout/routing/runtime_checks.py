@@ -1,7 +1,8 @@
 """What is asked in every call before a route runs: what the cache key of a call does not say.
 
-What only torch can handle is left to it: transforms, modes, subclasses, lazy negation and conjugation, tensors
-elsewhere (`fallback`). For routes that write, overlapping tensors go to the reference (`writing`). All of it is written
+What only torch can handle is left to it: transforms, modes, subclasses, lazy negation and conjugation,
+tensors elsewhere (`fallback`). For routes that write, overlapping tensors go to the reference (`writing`).
+All of it is written
 out as code for the tensors of a call: a loop over them would take 30 ns more for each.
 """
 
@@ -46,8 +47,8 @@ def with_runtime_checks(
     op: str, names: tuple[str, ...], example_args: tuple, run: Callable[..., Any], reference: Callable[..., Any],
     left_to_torch: Callable[..., Any], failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`run` as it is called, for arguments with the cache key of `example_args`; `reference` where tensors overlap,
-    `left_to_torch` where no route may run, `failed(failure, *args)` where it raises."""
+    """`run` as it is called, for arguments with the cache key of `example_args`; `reference` where tensors
+    overlap, `left_to_torch` where no route may run, `failed(failure, *args)` where it raises."""
     tensors = tuple(i for i, x in enumerate(example_args) if isinstance(x, Tensor))
     device = example_args[tensors[0]].device
     form = Form(
@@ -98,7 +99,9 @@ def make(run, reference, left_to_torch, failed, device, overlap, {", ".join(f"{n
 def _before_writing(form: Form) -> str:
     """Overlap is left to the reference. So are tensors of inference mode outside it, which it refuses."""
     names, arguments = form.names, ", ".join(form.names)
-    meet = [f"{names[j]}_before < {names[j]}.data_ptr() - {names[i]}_at < {names[i]}_bytes" for i, j in form.pairs]
+    meet = [
+        f"{names[j]}_before < {names[j]}.data_ptr() - {names[i]}_at < {names[i]}_bytes" for i, j in form.pairs
+    ]
     frozen = " or ".join(f"{names[i]}.is_inference()" for i in form.written)
     return f"""
         {"; ".join(f"{names[i]}_at = {names[i]}.data_ptr()" for i in form.written)}

@@ -16,7 +16,10 @@ LEVELS = ("exact", "close", "lossy")
 
 
 class Settings:
-    """Pins (op to route) and the loosest numerics class that may be taken. Equal settings are one object, so they hash at once."""
+    """Pins (op to route) and the loosest numerics class that may be taken.
+
+    Equal settings are one object, so they hash at once.
+    """
 
     def __init__(self, pins: Mapping[str, str], numerics: str):
         self.pins, self.numerics = dict(pins), numerics
@@ -27,10 +30,12 @@ class Asking(Settings):
 
 
 class Split(Settings):
-    """Settings inside a model that is split over ranks: each op asks `plan(op, args)` for what runs calls like
-    one that it has not seen, and runs it on this rank's part."""
+    """Settings inside a model that is split over ranks: each op asks `plan(op, args)` for what runs calls
+    like one that it has not seen, and runs it on this rank's part."""
 
-    def __init__(self, pins: Mapping[str, str], numerics: str, plan: Callable[[Any, tuple], Callable[..., Any]]):
+    def __init__(
+        self, pins: Mapping[str, str], numerics: str, plan: Callable[[Any, tuple], Callable[..., Any]]
+    ):
         super().__init__(pins, numerics)
         self.plan = plan
         self._others: dict[tuple, Split] = {}
@@ -68,7 +73,10 @@ def current() -> Settings:
 
 @functools.cache
 def from_environment() -> Settings:
-    """TURNOUT_PIN and TURNOUT_NUMERICS, read once. A mistake in them raises at every call, never passes quietly."""
+    """TURNOUT_PIN and TURNOUT_NUMERICS, read once.
+
+    A mistake in them raises at every call, never passes quietly.
+    """
     pins = {}
     for part in filter(None, (p.strip() for p in os.environ.get("TURNOUT_PIN", "").split(","))):
         op, equals, route = part.partition("=")
@@ -83,7 +91,9 @@ def from_environment() -> Settings:
 def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
     key = (tuple(sorted(pins.items())), numerics)
     with _lock:
-        if len(_known) >= _MOST_KNOWN:  # settings that are in force go on, and are no longer one object with equal ones
+        if (
+            len(_known) >= _MOST_KNOWN
+        ):  # settings that are in force go on, and are no longer one object with equal ones
             _known.clear()
         return _known.setdefault(key, Settings(pins, numerics))
 
@@ -98,7 +108,8 @@ def splitting() -> Any:
     return now.plan if isinstance(now, Split) else None
 
 
-# A split model is not compiled from outside, so in a traced graph the answer is that of the time it was traced.
+# A split model is not compiled from outside, so in a traced graph the answer is that of the time it was
+# traced.
 splitting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -162,7 +173,8 @@ def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
     reasons, a tensor subclass included. Inside a transform of `torch.func` or a dispatch mode torch rewrites
     the program, and plain PyTorch runs, pinned or not.
 
-    Pins nest; the inner one wins for its op. The environment variable ``TURNOUT_PIN="matmul=as-dot"`` does the same for a process.
+    Pins nest; the inner one wins for its op. The environment variable ``TURNOUT_PIN="matmul=as-dot"`` does
+    the same for a process.
 
     >>> import torch, turnout
     >>> with turnout.pin(dot="reference"):
@@ -175,7 +187,8 @@ def pin(**routes: str) -> contextlib.AbstractContextManager[None]:
 
 
 def numerics(level: str) -> contextlib.AbstractContextManager[None]:
-    """Limit the choice inside a `with` block to routes that are at least this faithful: "exact", "close" (default) or "lossy".
+    """Limit the choice inside a `with` block to routes that are at least this faithful: "exact", "close"
+    (default) or "lossy".
 
     "exact" takes only routes that are bit-identical to PyTorch on this device; "lossy" lets anything in.
 

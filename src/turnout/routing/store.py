@@ -1,6 +1,7 @@
 """Files with measured rows: read without trusting them, written so that nothing is ever half there.
 
-JSON only. A file that cannot be used is a miss and one line of `turnout doctor`; it never raises, and reading it never
+JSON only. A file that cannot be used is a miss and one line of `turnout doctor`; it never raises, and reading
+it never
 waits: only plain files below 16 MiB are opened, and links are not followed.
 """
 
@@ -37,7 +38,9 @@ class Loaded(NamedTuple):
 
 def cache_folder() -> Path:
     """Where turnout keeps things on this machine: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
-    return Path(os.environ.get("TURNOUT_CACHE_DIR") or platformdirs.user_cache_dir("turnout", appauthor=False))
+    return Path(
+        os.environ.get("TURNOUT_CACHE_DIR") or platformdirs.user_cache_dir("turnout", appauthor=False)
+    )
 
 
 def folder(device: Device) -> Path:
@@ -138,7 +141,9 @@ def publish(row: Row, device: Device) -> Path | None:
         _write(file, json.dumps(row.json(), indent=1))
         _delete_leftovers(place)
     except OSError as failure:
-        warnings.warn(f"turnout: {place} cannot be written ({failure}); what was measured is not kept", stacklevel=2)
+        warnings.warn(
+            f"turnout: {place} cannot be written ({failure}); what was measured is not kept", stacklevel=2
+        )
         return None
     return file
 
@@ -152,7 +157,10 @@ def _delete_leftovers(place: Path) -> None:
 
 
 def export(rows: Iterable[Row], device: Device, path: Path) -> None:
-    """Write rows as a table to ship, one row a line so that a change reads well. Other rows of the file stay."""
+    """Write rows as a table to ship, one row a line so that a change reads well.
+
+    Other rows of the file stay.
+    """
     merged = {row.identity: row for row in (*load_table(path).rows, *rows)}
     head = json.dumps({"schema": SCHEMA, "device": device.name})[:-1]
     lines = ",\n".join(json.dumps(merged[key].json()) for key in sorted(merged))
@@ -161,7 +169,10 @@ def export(rows: Iterable[Row], device: Device, path: Path) -> None:
 
 
 def write_json(file: Path, value: Any) -> bool:
-    """Write a small file of turnout's own. False where that cannot be: what it says is then found out again."""
+    """Write a small file of turnout's own.
+
+    False where that cannot be: what it says is then found out again.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, json.dumps(value, indent=1))

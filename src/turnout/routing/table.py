@@ -1,7 +1,8 @@
 """Measured times: rows shipped with the package, and those that `tune` made on this machine.
 
-A row is a hint. It counts for the routes that still have the version and the kernels that were measured, offer the
-configuration, and do not refuse the call. Which torch, Triton or driver it was measured with does not matter to
+A row is a hint. It counts for the routes that still have the version and the kernels that were measured,
+offer the configuration, and do not refuse the call. Which torch, Triton or driver it was measured with does
+not matter to
 that: the verdict says it. Where a problem was measured with several Tritons, the nearest one counts.
 """
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Measurement(typing.NamedTuple):
-    """Times of the routes that still are what was measured, in microseconds, and the best configuration of each."""
+    """Times of the routes that still are what was measured, in microseconds, and the best configuration of
+    each.
+    """
 
     us: Mapping[str, float]
     config: Mapping[str, Mapping[str, Any]]
@@ -42,7 +45,9 @@ class Index(typing.NamedTuple):
 class Table:
     """The rows of one device from one place."""
 
-    def __init__(self, rows: Iterable[Row], device: Device, *, measured_on: str, problems: Iterable[str] = ()):
+    def __init__(
+        self, rows: Iterable[Row], device: Device, *, measured_on: str, problems: Iterable[str] = ()
+    ):
         self.rows, self.device = list(rows), device
         self.measured_on = measured_on
         self.problems = list(problems)
@@ -66,7 +71,9 @@ class Table:
         a, b = (self._usable(op, problem, row, note, nearby=True) for row in (low_row, high_row))
         if a is None or b is None:
             return None
-        part = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))  # sizes in a row may be huge
+        part = (math.log(size) - math.log(low)) / (
+            math.log(high) - math.log(low)
+        )  # sizes in a row may be huge
         us = {name: a.us[name] ** (1 - part) * b.us[name] ** part for name in a.us.keys() & b.us.keys()}
         return Measurement(us, a.config if part < 0.5 else b.config, note)
 
@@ -76,7 +83,9 @@ class Table:
         return row is not None and not any(stale_routes(op, row))
 
     def unusable(self, op: Op) -> int:
-        """How many rows of this machine say nothing of any route, though all routes still are what was measured."""
+        """How many rows of this machine say nothing of any route, though all routes still are what was
+        measured.
+        """
         return sum(self._is_unusable(op, problem, row) for problem, row in self.index(op).by_problem.items())
 
     def _is_unusable(self, op: Op, problem: Any, row: Row) -> bool:
@@ -111,7 +120,9 @@ class Table:
             try:
                 family, size = op.family(problem)  # pyright: ignore[reportOptionalCall]
             except Exception as failure:  # a row of sizes that no call can have, such as negative ones
-                self.problems.append(f"a row {self.measured_on}: a problem of {op.name} without a family: {failure}")
+                self.problems.append(
+                    f"a row {self.measured_on}: a problem of {op.name} without a family: {failure}"
+                )
                 continue
             if size > 0:
                 by_family.setdefault(family, []).append((size, row))
@@ -120,14 +131,18 @@ class Table:
         return Index(by_problem, by_family)
 
     def _preference(self, row: Row) -> tuple:
-        """Larger for the row that says more about this device's Triton: the nearest version, of two the newer."""
+        """Larger for the row that says more about this device's Triton: the nearest version, of two the
+        newer.
+        """
         measured, here = row.triton or (0, 0), self.device.triton
         return (0 if here is None else -abs(_ordinal(measured) - _ordinal(here)), measured)
 
-    def _usable(self, op: Op, problem: Any, row: Row, note: str, *, nearby: bool = False) -> Measurement | None:
-        """The part of a row that counts. For a problem nearby, or another Triton, a route's first configuration
-        stands in for one that it does not offer. None where the fastest route has changed since: the times of the
-        others say nothing of what is best now."""
+    def _usable(
+        self, op: Op, problem: Any, row: Row, note: str, *, nearby: bool = False
+    ) -> Measurement | None:
+        """The part of a row that counts. For a problem nearby, or another Triton, a route's first
+        configuration stands in for one that it does not offer. None where the fastest route has changed
+        since: the times of the others say nothing of what is best now."""
         stale = set(stale_routes(op, row))
         if min(row.us, key=row.us.__getitem__) in stale:
             return None
@@ -161,7 +176,11 @@ def stale_routes(op: Op, row: Row) -> Iterator[str]:
         route = op.routes.get(name)
         if name == REFERENCE:
             continue
-        if route is None or row.version.get(name) != route.version or row.code_hash.get(name) != route.code_hash:
+        if (
+            route is None
+            or row.version.get(name) != route.version
+            or row.code_hash.get(name) != route.code_hash
+        ):
             yield name
 
 
@@ -182,7 +201,9 @@ class Tables:
     def authorities(self) -> list[tuple[str, Table]]:
         """The tables by the name of their authority, strongest first."""
         authorities = [("measured here", self.here), ("measured, shipped", self.shipped)]
-        return authorities + ([(f"measured on a sibling, {self.device.sibling}", self.sibling)] if self.sibling else [])
+        return authorities + (
+            [(f"measured on a sibling, {self.device.sibling}", self.sibling)] if self.sibling else []
+        )
 
     def lookup(self, op: Op, problem: Any) -> list[tuple[str, Measurement]]:
         """What is known of this problem, strongest authority first."""

@@ -25,7 +25,9 @@ def minor(version: str | None) -> Version | None:
     >>> minor("2.11.0+cu130"), minor("3.9.0"), minor(None)
     ((2, 11), (3, 9), None)
     """
-    numbers = re.match(r"(\d{1,9})\.(\d{1,9})(?!\d)", version or "")  # Python converts no number of 5000 digits
+    numbers = re.match(
+        r"(\d{1,9})\.(\d{1,9})(?!\d)", version or ""
+    )  # Python converts no number of 5000 digits
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
@@ -88,12 +90,20 @@ def in_words(versions: dict[str, str]) -> str:
     >>> in_words({"turnout": "0.1.0", "torch": "2.11.0+cu130", "triton": "3.6.0", "driver": "580.159"})
     'torch 2.11.0, triton 3.6.0'
     """
-    return ", ".join(f"{name} {versions[name].split('+')[0]}" for name in ("torch", "triton", "numba") if name in versions)
+    return ", ".join(
+        f"{name} {versions[name].split('+')[0]}" for name in ("torch", "triton", "numba") if name in versions
+    )
 
 
 def refuse_unsupported() -> None:
-    """Raise ImportError where torch or Triton are older than supported. Newer ones are tried: `doctor` says so."""
-    for name, version, (oldest, newest) in (("torch", torch.__version__, TORCH), ("triton", triton(), TRITON)):
+    """Raise ImportError where torch or Triton are older than supported.
+
+    Newer ones are tried: `doctor` says so.
+    """
+    for name, version, (oldest, newest) in (
+        ("torch", torch.__version__, TORCH),
+        ("triton", triton(), TRITON),
+    ):
         known = minor(version)
         if known is not None and known < oldest:
             least, most = (".".join(map(str, limit)) for limit in (oldest, newest))

@@ -1,15 +1,17 @@
-"""Ops that write into tensors of their caller: `out=`, a state, a cache. One rule for all of them, whatever route is taken.
+"""Ops that write into tensors of their caller: `out=`, a state, a cache. One rule for all of them, whatever
+route is taken.
 
-1. A tensor that is written must not overlap itself (expanded, unfolded) nor another one that is written: the call is
-   refused, as torch refuses it, and every tensor stays as it was.
-2. It may overlap what is read. Then the reference takes the call: it reads everything before it writes anything. A
-   route that can work in place says so (`in_place=("x",)`); it then takes calls where the two are the same memory with
-   the same strides. A pinned route that cannot is refused.
-3. Where gradients are wanted, the reference takes the call, and autograd's own rules hold: leaves that require grad are
-   refused, and gradients pass as they do through `Tensor.copy_`.
-4. The version of what is written goes up before a route runs, so that backward notices, as with torch's own ops.
+1. A tensor that is written must not overlap itself (expanded, unfolded) nor another one that is written: the
+   call is refused, as torch refuses it, and every tensor stays as it was. 2. It may overlap what is read.
+   Then the reference takes the call: it reads everything before it writes anything. A route that can work in
+   place says so (`in_place=("x",)`); it then takes calls where the two are the same memory with the same
+   strides. A pinned route that cannot is refused. 3. Where gradients are wanted, the reference takes the
+   call, and autograd's own rules hold: leaves that require grad are refused, and gradients pass as they do
+   through `Tensor.copy_`. 4. The version of what is written goes up before a route runs, so that backward
+   notices, as with torch's own ops.
 
-What follows from shapes and strides is decided once, when a call settles. Addresses are looked at in every call (`driving`).
+What follows from shapes and strides is decided once, when a call settles. Addresses are looked at in every
+call (`driving`).
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ _functorch_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 
 
 class WriteRefused(ValueError, RuntimeError):
-    """A call would write where it must not. Both kinds of error: torch raises RuntimeError for this, turnout's checks
-    of arguments raise ValueError."""
+    """A call would write where it must not. Both kinds of error: torch raises RuntimeError for this,
+    turnout's checks of arguments raise ValueError."""
 
 
 class Layout(NamedTuple):
-    """Where the elements of a tensor lie, counted from the first: strides in elements, which are `itemsize` bytes."""
+    """Where the elements of a tensor lie, counted from the first: strides in elements, which are `itemsize`
+    bytes.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -63,7 +67,8 @@ class Layout(NamedTuple):
 
 
 def share_memory(a: Layout, b: Layout, distance: int) -> bool:
-    """Whether two tensors have a byte in common, when b begins `distance` bytes after a. Exact, for any strides.
+    """Whether two tensors have a byte in common, when b begins `distance` bytes after a. Exact, for any
+    strides.
 
     >>> even = Layout((4,), (2,), 4)  # every second element of eight
     >>> share_memory(even, even, 4), share_memory(even, even, 8)
@@ -71,8 +76,8 @@ def share_memory(a: Layout, b: Layout, distance: int) -> bool:
     """
     if not a.bytes or not b.bytes or not -b.bytes < distance < a.bytes:
         return False
-    # An element of a begins at a sum of a's steps, one of b at `distance` plus a sum of b's. Counting b's steps from
-    # its last element instead makes it one sum, which is to fall into a range.
+    # An element of a begins at a sum of a's steps, one of b at `distance` plus a sum of b's. Counting b's
+    # steps from its last element instead makes it one sum, which is to fall into a range.
     end = distance + sum(step * most for step, most in b.steps)
     return _reaches([*a.steps, *b.steps], end - (a.itemsize - 1), end + (b.itemsize - 1))
 
@@ -89,8 +94,9 @@ def overlaps_itself(layout: Layout) -> bool:
         return True
     steps = sorted(layout.steps, reverse=True)
     for i, (step, most) in enumerate(steps):
-        # Two such elements differ along some axes. The one of the longest step among these differs by 1 to `most`, and
-        # the others, by up to `n` either way, make up for it. Counting these from -n gives sums of positive numbers.
+        # Two such elements differ along some axes. The one of the longest step among these differs by 1 to
+        # `most`, and the others, by up to `n` either way, make up for it. Counting these from -n gives sums
+        # of positive numbers.
         others = steps[i + 1 :]
         end = sum(other * n for other, n in others) - step
         if end >= 0 and _reaches([(step, most - 1), *((other, 2 * n) for other, n in others)], end, end):
@@ -99,10 +105,14 @@ def overlaps_itself(layout: Layout) -> bool:
 
 
 def _reaches(steps: list[tuple[int, int]], lowest: int, highest: int) -> bool:
-    """Whether some sum of steps, each taken 0 to so many times, is in a range. True where that takes too long to say."""
+    """Whether some sum of steps, each taken 0 to so many times, is in a range.
+
+    True where that takes too long to say.
+    """
     merged: list[tuple[int, int]] = []
     for step, most in sorted(steps):
-        # A step that is a multiple of a shorter one, and no longer than all of those together, only adds more of them.
+        # A step that is a multiple of a shorter one, and no longer than all of those together, only adds more
+        # of them.
         if merged and step % merged[-1][0] == 0 and step // merged[-1][0] <= merged[-1][1] + 1:
             merged[-1] = (merged[-1][0], merged[-1][1] + step // merged[-1][0] * most)
         else:
@@ -134,8 +144,8 @@ def _reaches(steps: list[tuple[int, int]], lowest: int, highest: int) -> bool:
 
 
 def refuse_write(call: str, name: str, x: Tensor) -> None:
-    """Raise where argument `name` of a function must not be written. torch's `copy_` misses some of this, and looks for
-    tensors of inference mode only after it has written.
+    """Raise where argument `name` of a function must not be written. torch's `copy_` misses some of this, and
+    looks for tensors of inference mode only after it has written.
 
     >>> refuse_write("turnout.f", "out", torch.zeros(1, 3).expand(2, 3))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -177,7 +187,10 @@ def reference_run(op: Op, args: tuple) -> Callable[..., Any]:
     written = [names.index(name) for name, _ in _written(op, args)]
     if not written:
         return reference
-    first, wants_grad = written[0], torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor))
+    first, wants_grad = (
+        written[0],
+        torch.is_grad_enabled() and any(x.requires_grad for x in args if isinstance(x, Tensor)),
+    )
     always = wants_grad or len(written) > 1
 
     def run(*args: Any) -> Any:
@@ -194,7 +207,9 @@ def _refuse_writing(op: Op, args: tuple) -> None:
     for i, (name, x) in enumerate(written):
         _refuse_state(f"turnout.{op.name}", name, x)
         for other, y in written[i + 1 :]:
-            if _have_addresses(x, y) and share_memory(Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()):
+            if _have_addresses(x, y) and share_memory(
+                Layout.of(x), Layout.of(y), y.data_ptr() - x.data_ptr()
+            ):
                 raise _both_written(op, name, other)
 
 
@@ -215,7 +230,9 @@ def _both_written(op: Op, name: str, other: str) -> WriteRefused:
 
 
 class Pair(NamedTuple):
-    """A tensor that is written and another one, by their places among the arguments, and how both lie in memory."""
+    """A tensor that is written and another one, by their places among the arguments, and how both lie in
+    memory.
+    """
 
     written: int
     other: int
@@ -224,7 +241,8 @@ class Pair(NamedTuple):
 
 
 class Writes:
-    """What a route writes, for calls with the facts of `like`: the pairs of tensors whose addresses are to be looked at.
+    """What a route writes, for calls with the facts of `like`: the pairs of tensors whose addresses are to be
+    looked at.
 
     `driving` compares the ranges of the addresses in every call, and asks `overlap` where two of them meet.
     """
@@ -238,11 +256,13 @@ class Writes:
             for i in self.written for j in layouts if j not in self.written or j > i
         ]  # fmt: skip
         self.bytes = [layouts[i].bytes if i in layouts else 0 for i in range(len(self.names))]
-        self._known: dict[tuple[int, int, int], bool] = {}  # by the places of a pair and the distance of their addresses
+        self._known: dict[
+            tuple[int, int, int], bool
+        ] = {}  # by the places of a pair and the distance of their addresses
 
     def overlap(self, *args: Any) -> bool:
-        """Whether the route would read what it writes, so that the reference is to take the call. Raises where two
-        tensors that are written overlap, and where the route is pinned."""
+        """Whether the route would read what it writes, so that the reference is to take the call. Raises
+        where two tensors that are written overlap, and where the route is pinned."""
         overlapping: Pair | None = None
         for pair in self.pairs:
             distance = args[pair.other].data_ptr() - args[pair.written].data_ptr()

@@ -17,9 +17,12 @@ from turnout.launch.ahead import Spec
 from turnout.routing.device import Device
 from turnout.warming.worker import Answer, Request
 
-# The parent's own path: a user's program may have changed it, and its main module is not to be imported again.
+# The parent's own path: a user's program may have changed it, and its main module is not to be imported
+# again.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from turnout.warming.worker import main; main()"
-_MEMORY = 2**30  # bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
+_MEMORY = (
+    2**30
+)  # bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
 _PATIENCE = 5.0  # seconds
 
 

@@ -1,4 +1,6 @@
-"""Find every launch of a call without running it: the model and its arguments are copied to where they have no memory."""
+"""Find every launch of a call without running it: the model and its arguments are copied to where they have
+no memory.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,26 @@ def planning(device: Device) -> Iterator[list[Launch]]:
             yield launches
         except NotImplementedError as failure:  # of torch's meta kernels: the result's size is in the values
             said = str(failure).split("\n")[0]
-            raise NeedsValuesError(f"the call reads values of tensors, which are not known ahead ({said})") from failure
+            raise NeedsValuesError(
+                f"the call reads values of tensors, which are not known ahead ({said})"
+            ) from failure
 
 
-def specs_of_call(call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], device: Device, prepare: Prepare) -> list[Spec]:
+def specs_of_call(
+    call: Callable[..., Any], args: tuple, kwargs: dict[str, Any], device: Device, prepare: Prepare
+) -> list[Spec]:
     """What `call(*args, **kwargs)` would launch on a device, each once. Nothing that is handed in changes.
 
-    call: a model, a method of one, or a function that uses some. Models that are not accelerated are copied and
-    accelerated; `prepare` is called with each copy first.
+    call: a model, a method of one, or a function that uses some. Models that are not accelerated are copied
+    and accelerated; `prepare` is called with each copy first.
     """
     with planning(device) as launches:
         moved: dict[int, Any] = {}
         run = _moved_call(call, moved, prepare)
         if not any(isinstance(x, nn.Module) for x in moved.values()):
-            raise TypeError(f"{call!r} is no model, no method of one, and uses none by name; give turnout.warm the model")
+            raise TypeError(
+                f"{call!r} is no model, no method of one, and uses none by name; give turnout.warm the model"
+            )
         run(*_moved(args, moved, prepare), **_moved(kwargs, moved, prepare))
         return specs_of(launches)
 
@@ -63,15 +71,23 @@ def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
     """A callable with copies of the models it uses: its own, those of its closure, its defaults, its globals."""
     if isinstance(call, functools.partial):
         keywords = _moved(call.keywords, moved, prepare)
-        return functools.partial(_moved_call(call.func, moved, prepare), *_moved(call.args, moved, prepare), **keywords)
+        return functools.partial(
+            _moved_call(call.func, moved, prepare), *_moved(call.args, moved, prepare), **keywords
+        )
     if isinstance(call, types.MethodType):
-        return getattr(_moved(call.__self__, moved, prepare), call.__func__.__name__)  # the adapter's, where there is one
+        return getattr(
+            _moved(call.__self__, moved, prepare), call.__func__.__name__
+        )  # the adapter's, where there is one
     if isinstance(call, types.FunctionType):
         used = {name: call.__globals__[name] for name in call.__code__.co_names if name in call.__globals__}
         models = {name: value for name, value in used.items() if isinstance(value, nn.Module | Tensor)}
-        cells = tuple(types.CellType(_moved(cell.cell_contents, moved, prepare)) for cell in call.__closure__ or ())
+        cells = tuple(
+            types.CellType(_moved(cell.cell_contents, moved, prepare)) for cell in call.__closure__ or ()
+        )
         names = {**call.__globals__, **_moved(models, moved, prepare)}
-        made = types.FunctionType(call.__code__, names, call.__name__, _moved(call.__defaults__, moved, prepare), cells or None)
+        made = types.FunctionType(
+            call.__code__, names, call.__name__, _moved(call.__defaults__, moved, prepare), cells or None
+        )
         made.__kwdefaults__ = _moved(call.__kwdefaults__, moved, prepare)
         return made
     return _moved(call, moved, prepare)
@@ -94,7 +110,9 @@ def _moved(value: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
 
 def _moved_tensor(x: Tensor) -> Tensor:
     if type(x) not in PLAIN_TENSORS:
-        raise ValueError(f"a tensor of class {type(x).__name__} cannot be planned with, only plain tensors can")
+        raise ValueError(
+            f"a tensor of class {type(x).__name__} cannot be planned with, only plain tensors can"
+        )
     return on_card(x)
 
 
@@ -102,7 +120,9 @@ def _moved_model(model: nn.Module, moved: dict[int, Any], prepare: Prepare) -> n
     for module in model.modules():
         held = [*module._parameters.values(), *module._buffers.values()]
         beside = [x for x in vars(module).values() if isinstance(x, Tensor) and not x.is_cpu]
-        moved.update({id(x): _moved_tensor(x) for x in (*held, *beside) if x is not None and id(x) not in moved})
+        moved.update(
+            {id(x): _moved_tensor(x) for x in (*held, *beside) if x is not None and id(x) not in moved}
+        )
     made = copy.deepcopy(model, moved)
     prepare(made)
     if not any(patched(module) for module in made.modules()):

@@ -45,8 +45,13 @@ class Warmed:
 
     def __str__(self) -> str:
         counts = {state: len(self.named(state)) for state in ("compiled", "cached", "missing", "failed")}
-        shown = ", ".join(f"{count} {state}" for state, count in counts.items() if count) or "it launches none of ours"
-        lines = [f"{len(self.kernels)} kernels for {self.device}: {shown}; {self.seconds:.1f} s, {self.jobs} at a time"]
+        shown = (
+            ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+            or "it launches none of ours"
+        )
+        lines = [
+            f"{len(self.kernels)} kernels for {self.device}: {shown}; {self.seconds:.1f} s, {self.jobs} at a time"
+        ]
         missing = Counter(kernel.name for kernel in self.named("missing"))
         lines += [f"  missing  {count} x {name}" for name, count in missing.items()]
         lines += [f"  failed   {kernel.name}: {kernel.error}" for kernel in self.named("failed")]
@@ -57,20 +62,22 @@ def warm(
     call: Callable[..., Any], *args: Any, device: str | Device | None = None, dtype: torch.dtype | None = None,
     jobs: int | None = None, check: bool = False, progress: Progress | None = None, **kwargs: Any,
 ) -> Warmed:  # fmt: skip
-    """Compile every kernel that `call(*args, **kwargs)` launches on a card, all together, into Triton's cache.
+    """Compile every kernel that `call(*args, **kwargs)` launches on a card, all together, into Triton's
+    cache.
 
-    Nothing runs, and no GPU is needed: the call is planned on tensors without memory, and its kernels are compiled in
-    processes of their own. The first call on such a card, with the same software and the same cache folder
-    (`TRITON_CACHE_DIR`), then compiles nothing.
+    Nothing runs, and no GPU is needed: the call is planned on tensors without memory, and its kernels are
+    compiled in processes of their own. The first call on such a card, with the same software and the same
+    cache folder (`TRITON_CACHE_DIR`), then compiles nothing.
 
-    call: a model, a method of one (`vae.decode`), or a function that uses some. A model that is not accelerated is
-    taken as it would be accelerated; the model itself is not changed. args: tensors of the sizes and dtypes to come,
-    on any device, "meta" included. device: the card by name ("h200"); default: the one that is here. dtype: what
-    models and floating-point arguments are cast to first. jobs: processes at a time; default: one for each core.
+    call: a model, a method of one (`vae.decode`), or a function that uses some. A model that is not
+    accelerated is taken as it would be accelerated; the model itself is not changed. args: tensors of the
+    sizes and dtypes to come, on any device, "meta" included. device: the card by name ("h200"); default: the
+    one that is here. dtype: what models and floating-point arguments are cast to first. jobs: processes at a
+    time; default: one for each core.
     check: only say what is missing. progress: called with how many are done, how many there are, and a name.
 
-    What depends on values cannot be found ahead: a call that looks at a tensor on the card (`.item()`, a mask of
-    lengths) raises `NeedsValuesError`, a RuntimeError.
+    What depends on values cannot be found ahead: a call that looks at a tensor on the card (`.item()`, a mask
+    of lengths) raises `NeedsValuesError`, a RuntimeError.
 
     >>> import torch, turnout
     >>> norm = torch.nn.GroupNorm(8, 64)
@@ -86,7 +93,10 @@ def warm(
             nn.Module.to(model, dtype)
 
     with Compiler() as compiler:
-        cast = [x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+        cast = [
+            x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in args
+        ]
         specs = specs_of_call(call, tuple(cast), kwargs, card, prepare)
         return compile_specs(compiler, specs, card, jobs=jobs, check=check, progress=progress, begun=begun)
 
@@ -119,7 +129,9 @@ def check_jobs(jobs: int) -> int:
 def card_named(name: str | Device | None) -> Device:
     """The card to compile for, with the Triton that is installed. Raises ValueError where there is none."""
     if versions.triton() is None:
-        raise ValueError("Triton is not installed, and nothing can be compiled without it; pip install triton")
+        raise ValueError(
+            "Triton is not installed, and nothing can be compiled without it; pip install triton"
+        )
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted, nothing is compiled; unset it")
     if not can_compile():
@@ -130,5 +142,7 @@ def card_named(name: str | Device | None) -> Device:
         name = Device.of("cuda")
     card = name if isinstance(name, Device) else Device.named(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
-        raise ValueError(f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; name one, h200 say")
+        raise ValueError(
+            f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; name one, h200 say"
+        )
     return with_software_here(card)

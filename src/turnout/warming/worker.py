@@ -1,8 +1,9 @@
-"""The process that compiles: told what by the pickles on its standard input, it answers with pickles on its output.
+"""The process that compiles: told what by the pickles on its standard input, it answers with pickles on its
+output.
 
-It imports torch and Triton once, looks up what is missing, and forks a process for each kernel: they share what was
-imported, a compiler that crashes takes one kernel with it, and what one has taken of memory is given back. It ends,
-with all of them, when its input ends: so it outlives nobody.
+It imports torch and Triton once, looks up what is missing, and forks a process for each kernel: they share
+what was imported, a compiler that crashes takes one kernel with it, and what one has taken of memory is given
+back. It ends, with all of them, when its input ends: so it outlives nobody.
 """
 
 from __future__ import annotations
@@ -159,5 +160,9 @@ def _end(child: _Child) -> Answer:
     seconds = time.perf_counter() - child.begun
     if said and status == 0:
         return pickle.loads(said)
-    how = f"by signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"with status {os.WEXITSTATUS(status)}"
+    how = (
+        f"by signal {os.WTERMSIG(status)}"
+        if os.WIFSIGNALED(status)
+        else f"with status {os.WEXITSTATUS(status)}"
+    )
     return Answer(child.name, "failed", seconds, f"the compiler's process ended {how}")

@@ -1,4 +1,6 @@
-"""attention: softmax(q k^T * scale) v, as scaled_dot_product_attention has it, with padded keys that cost nothing."""
+"""attention: softmax(q k^T * scale) v, as scaled_dot_product_attention has it, with padded keys that cost
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,14 @@ class Attention(NamedTuple):
 
     @staticmethod
     def of(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: Sequence[int]
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        kv_lengths: Tensor | None,
+        lengths: Sequence[int],
     ) -> Attention:
         check(q, k, v, mask)
         kind = None
@@ -52,8 +61,21 @@ class Attention(NamedTuple):
         strides = (q.stride(), k.stride(), v.stride())
         (batch, heads, rows, dim), kv_heads, dim_v = q.shape, k.shape[1], v.shape[3]
         return Attention(
-            batch, heads, kv_heads, rows, k.shape[2], dim, dim_v, q.dtype, strides, causal, kind, known, share, common,
-        )  # fmt: skip
+            batch,
+            heads,
+            kv_heads,
+            rows,
+            k.shape[2],
+            dim,
+            dim_v,
+            q.dtype,
+            strides,
+            causal,
+            kind,
+            known,
+            share,
+            common,
+        )
 
     @property
     def heads_inside(self) -> bool:
@@ -66,17 +88,27 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
         if x.dim() != 4:
             raise ValueError(f"{name} is {list(x.shape)}, it needs to be [batch, heads, length, dim]")
         if not x.is_floating_point() or x.dtype != q.dtype:
-            raise ValueError(f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, both need the same floating-point dtype")
+            raise ValueError(
+                f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, "
+                "both need the same floating-point dtype"
+            )
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: batch, head dim and number of keys need to agree")
+        raise ValueError(
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: "
+            "batch, head dim and number of keys need to agree"
+        )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads and k has {k.shape[1]}, q's need to be a multiple of k's")
     if mask is not None:
         scores = (*q.shape[:3], k.shape[2])
-        if mask.dim() > 4 or any(n not in (1, size) for n, size in zip(mask.shape[::-1], scores[::-1], strict=False)):
+        if mask.dim() > 4 or any(
+            n not in (1, size) for n, size in zip(mask.shape[::-1], scores[::-1], strict=False)
+        ):
             raise ValueError(f"mask is {list(mask.shape)}, it needs to broadcast to {list(scores)}")
         if mask.dtype not in (torch.bool, q.dtype):
-            raise ValueError(f"mask is {plain(mask.dtype)}, it needs to be bool or q's dtype {plain(q.dtype)}")
+            raise ValueError(
+                f"mask is {plain(mask.dtype)}, it needs to be bool or q's dtype {plain(q.dtype)}"
+            )
 
 
 def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -85,7 +117,10 @@ def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def like_queries(out: Tensor, q: Tensor) -> Tensor:
-    """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D]. No copy where it is so already."""
+    """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D].
+
+    No copy where it is so already.
+    """
     return with_strides(out, strides_like_queries(out.shape, q))
 
 
@@ -97,14 +132,22 @@ def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int
     return heads * rows * dim, rows * dim, dim, 1
 
 
-# With fewer keys than a vector has elements torch's kernel for CPUs loses NaN (torch 2.13, AVX-512): more keys, which do not count, help.
+# With fewer keys than a vector has elements torch's kernel for CPUs loses NaN (torch 2.13, AVX-512): more
+# keys, which do not count, help.
 _VECTOR = 16
 
 _CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes them all down
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     """torch's own attention, with a mask for what does not count. Queries that see no key give zero."""
     short = q.is_cpu and 0 < k.shape[2] < _VECTOR
@@ -117,7 +160,13 @@ def reference(
     if counts is not None:
         k, v = padding.blanked(k, v, counts)
         allowed = counts[:, None, None]
-        mask = allowed if mask is None else mask & allowed if mask.dtype is torch.bool else mask.masked_fill(~allowed, float("-inf"))
+        mask = (
+            allowed
+            if mask is None
+            else mask & allowed
+            if mask.dtype is torch.bool
+            else mask.masked_fill(~allowed, float("-inf"))
+        )
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(1, k.shape[2])
     rows = _rows_at_once(q, k, v, mask)
@@ -137,11 +186,22 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, first: int
+) -> Tensor:
     """Queries from `first` on against all keys."""
     if causal and (mask is not None or first):
-        seen = torch.arange(k.shape[2], device=q.device) <= torch.arange(first, first + q.shape[2], device=q.device)[:, None]
-        mask = seen if mask is None else mask & seen if mask.dtype is torch.bool else mask.masked_fill(~seen, float("-inf"))
+        seen = (
+            torch.arange(k.shape[2], device=q.device)
+            <= torch.arange(first, first + q.shape[2], device=q.device)[:, None]
+        )
+        mask = (
+            seen
+            if mask is None
+            else mask & seen
+            if mask.dtype is torch.bool
+            else mask.masked_fill(~seen, float("-inf"))
+        )
     if mask is not None and q.dtype is torch.float64:
         return _with_care(q, k, v, mask, scale)
     out = _by_torch(q, k, v, mask, causal and mask is None, scale)
@@ -152,8 +212,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
 
 
 def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """In float64, which others are held against: what a query does not see does not matter. torch adds -inf to its score, which is NaN
-    where that is infinite. As in torch, a query whose scores are all -inf gives zero."""
+    """In float64, which others are held against: what a query does not see does not matter. torch adds -inf
+    to its score, which is NaN where that is infinite. As in torch, a query whose scores are all -inf gives
+    zero."""
     shared = k.shape[1], q.shape[1] // k.shape[1]  # heads that share keys
     scores = (q.unflatten(1, shared) @ k.unsqueeze(2).transpose(3, 4)).flatten(1, 2) * scale
     hidden = ~mask if mask.dtype is torch.bool else mask == float("-inf")
@@ -174,7 +235,9 @@ def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
-    """All queries, unless their scores would be written down: then as many as keep the memory for that bounded."""
+    """All queries, unless their scores would be written down: then as many as keep the memory for that
+    bounded.
+    """
     batch, heads, rows, _ = q.shape
     if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
         return rows
@@ -183,7 +246,9 @@ def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
 
 
 def work(problem: Attention) -> Work:
-    """q, k, v read once, the output written once, two products a score; of keys that the host knows not to count nothing."""
+    """q, k, v read once, the output written once, two products a score; of keys that the host knows not to
+    count nothing.
+    """
     queries = problem.batch * problem.heads * problem.rows
     keys = problem.batch * problem.kv_heads * problem.keys * problem.share // 100
     size = problem.dtype.itemsize
@@ -201,9 +266,14 @@ def family(problem: Attention) -> tuple[tuple, int]:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """The reference's arguments of a public call: lengths as the host knows them, where it can."""
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
@@ -219,27 +289,44 @@ def arguments(
 
 
 ATTENTION = Op(
-    "attention", reference, problem_type=Attention, cost=costs.reference, work=work, cases="turnout.ops.attention.cases",
-    arguments=arguments, family=family, autocast="cast",
-)  # fmt: skip
+    "attention",
+    reference,
+    problem_type=Attention,
+    cost=costs.reference,
+    work=work,
+    cases="turnout.ops.attention.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+)
 
 
 @public(ATTENTION)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention: `softmax(q k^T * scale) v`, as `torch.nn.functional.scaled_dot_product_attention` has it.
 
-    q: `[B, H, S, D]`, k: `[B, G, N, D]`, v: `[B, G, N, E]`, any strides, H a multiple of G (grouped heads are not repeated). Returns
-    `[B, H, S, E]` without gaps, in memory `[B, S, H, E]` where q is a transposed `[B, S, H, D]`, else `[B, H, S, E]`.
-    `mask`: True where a key counts, or numbers to add to the scores; broadcasts to `[B, H, S, N]`. `causal`: query i sees keys 0 to i.
+    q: `[B, H, S, D]`, k: `[B, G, N, D]`, v: `[B, G, N, E]`, any strides, H a multiple of G (grouped heads are
+    not repeated). Returns `[B, H, S, E]` without gaps, in memory `[B, S, H, E]` where q is a transposed `[B,
+    S, H, D]`, else `[B, H, S, E]`.
+    `mask`: True where a key counts, or numbers to add to the scores; broadcasts to `[B, H, S, N]`. `causal`:
+    query i sees keys 0 to i.
     `scale`: D ** -0.5 if not given. A query that sees no key gives zero.
 
-    `kv_lengths` says how many keys of each batch element count, without a mask: `[B]` the first ones; `[B, 2]` the first and the last
-    ones, as for text padded to a fixed length with an image behind it: `(text length, image length)`. What stands in other keys does not
-    matter, not even NaN. A list, or a tensor; a tensor on a GPU is read back once, its values then belong to it. A boolean mask over keys,
-    `[B, 1, 1, N]`, that says the same is taken the same way.
+    `kv_lengths` says how many keys of each batch element count, without a mask: `[B]` the first ones; `[B,
+    2]` the first and the last
+    ones, as for text padded to a fixed length with an image behind it: `(text length, image length)`. What
+    stands in other keys does not matter, not even NaN. A list, or a tensor; a tensor on a GPU is read back
+    once, its values then belong to it. A boolean mask over keys, `[B, 1, 1, N]`, that says the same is taken
+    the same way.
 
     >>> import torch, turnout
     >>> q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 8)

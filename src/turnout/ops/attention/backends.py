@@ -1,6 +1,7 @@
 """torch's own kernels for attention, called by name: what each takes, and the call itself.
 
-The aten ops are called directly. `torch.nn.attention.sdpa_kernel` would set flags of the whole thread around every call.
+The aten ops are called directly. `torch.nn.attention.sdpa_kernel` would set flags of the whole thread around
+every call.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from turnout.routing.outputs import returns_own
 aten = torch.ops.aten
 
 
-def refuses(problem: Attention, device: Device, *, widest: int, dtypes: tuple[torch.dtype, ...] = HALF) -> Iterator[str]:
+def refuses(
+    problem: Attention, device: Device, *, widest: int, dtypes: tuple[torch.dtype, ...] = HALF
+) -> Iterator[str]:
     """What every fused kernel of torch needs."""
     if device.type != "cuda":
         yield f"device {device.name}, this route needs a GPU"
@@ -40,7 +43,10 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
     if device.backend == "hip":
         yield f"device {device.name}, this route needs an NVIDIA GPU"
     if device.capability is not None and device.capability[0] not in (8, 9, 10):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.x, 9.x or 10.x"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, "
+            "this route needs 8.x, 9.x or 10.x"
+        )
     if problem.keys == 1:
         yield "one key, this route needs more"
 
@@ -48,7 +54,9 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
 def refuses_flash(problem: Attention, device: Device) -> Iterator[str]:
     yield from refuses(problem, device, widest=256)
     if device.capability is not None and device.capability < (8, 0):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        )
     if problem.dim != problem.dim_v:
         yield f"head dims {problem.dim} and {problem.dim_v}, this route needs equal ones"
     yield from needs_square_causal(problem)
@@ -75,21 +83,29 @@ def needs_square_causal(problem: Attention) -> Iterator[str]:
 
 
 def by_cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    return like_queries(aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, causal, False, scale=scale)[0], q)
+    return like_queries(
+        aten._scaled_dot_product_cudnn_attention(q, k, v, None, False, 0.0, causal, False, scale=scale)[0], q
+    )
 
 
 def by_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    return like_queries(aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0], q)
+    return like_queries(
+        aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[0], q
+    )
 
 
 def by_efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    return like_queries(aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, causal, scale=scale)[0], q)
+    return like_queries(
+        aten._scaled_dot_product_efficient_attention(q, k, v, None, False, 0.0, causal, scale=scale)[0], q
+    )
 
 
 def with_sums(q: Tensor, k: Tensor, v: Tensor, scale: float, cudnn: bool) -> tuple[Tensor, Tensor]:
     """The output and the logarithms of its sums of exponentials, float32 [B, H, S], by cuDNN or by flash."""
     if cudnn:
-        out, sums, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
+        out, sums, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, False, False, scale=scale
+        )
     else:
         out, sums, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
     return like_queries(out, q), sums.reshape(q.shape[:3])
@@ -98,13 +114,17 @@ def with_sums(q: Tensor, k: Tensor, v: Tensor, scale: float, cudnn: bool) -> tup
 def by_flash_attention_3(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     from flash_attn_interface import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-    return _output(flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal), q)
+    return _output(
+        flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal), q
+    )
 
 
 def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
 
-    return _output(flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal), q)
+    return _output(
+        flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), softmax_scale=scale, causal=causal), q
+    )
 
 
 @returns_own
@@ -120,4 +140,9 @@ def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
             mask = mask & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
     alone, grouped = causal and mask is None, bool(q.shape[1] != k.shape[1])
-    return like_queries(aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, alone, scale=scale, enable_gqa=grouped)[0], q)
+    return like_queries(
+        aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, alone, scale=scale, enable_gqa=grouped)[
+            0
+        ],
+        q,
+    )

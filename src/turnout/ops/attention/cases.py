@@ -1,4 +1,6 @@
-"""Real calls of attention: transformers of images and videos, the wide heads of their VAEs, padded text, and small ones of every kind."""
+"""Real calls of attention: transformers of images and videos, the wide heads of their VAEs, padded text, and
+small ones of every kind.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,21 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def case(
-    name: str, source: str, batch: int, heads: int, rows: int, dim: int, dtype: torch.dtype = BF16, *,
-    keys: int | None = None, kv_heads: int | None = None, inside: bool = False, causal: bool = False, lengths: list | None = None,
+    name: str,
+    source: str,
+    batch: int,
+    heads: int,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype = BF16,
+    *,
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    inside: bool = False,
+    causal: bool = False,
+    lengths: list | None = None,
     masked: list | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """`inside`: [B, S, H, D] in memory. `masked`: the lengths as a boolean mask."""
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -36,7 +49,9 @@ def case(
         q, (k, v) = one(heads, rows), (one(kv_heads or heads, keys or rows) for _ in range(2))
         mask = None
         if masked is not None:
-            mask = (torch.arange(k.shape[2], device=device) < torch.tensor(masked, device=device)[:, None])[:, None, None]
+            mask = (torch.arange(k.shape[2], device=device) < torch.tensor(masked, device=device)[:, None])[
+                :, None, None
+            ]
         return q, k, v, mask, causal, None, lengths
 
     shape = "x".join(map(str, (batch, heads, rows, dim)))
@@ -69,19 +84,32 @@ CALLS = [
 
 
 def by_torch(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     """torch's attention as models call it, in whatever layout it returns: padding as a boolean mask."""
     counts = padding.counted(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
     mask = mask if counts is None else counts[:, None, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1]))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
+    )
 
 
 def preferring(backend: SDPBackend) -> Callable[..., Tensor]:
     """torch's attention, told which of its kernels to take if that can."""
     order = [
         backend,
-        *(b for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION) if b != backend),
+        *(
+            b
+            for b in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+            if b != backend
+        ),
     ]
 
     def call(*args: Any) -> Tensor:
@@ -103,8 +131,8 @@ LENGTHS = (1, 2, 3, 7, 16, 17, 33, 64)
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small: dtypes, layouts, grouped heads, head dims, cross attention, masks, lengths, nothing at all. One in six is
-    what models with padded text ask for."""
+    """Any valid call, small: dtypes, layouts, grouped heads, head dims, cross attention, masks, lengths,
+    nothing at all. One in six is what models with padded text ask for."""
     if draw.random() < 1 / 6:
         return _padded_call(draw, device)
     dtype = draw.choice((BF16, BF16, BF16, BF16, FP16, FP16, FP16, FP32, FP32, torch.float64))
@@ -123,9 +151,15 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     strided = draw.random() < 0.1
 
     def one(count: int, length: int, width: int) -> Tensor:
-        kind = draw.choice(("across", "skipping") if strided else ("heads outside", "heads inside", "projection"))
+        kind = draw.choice(
+            ("across", "skipping") if strided else ("heads outside", "heads inside", "projection")
+        )
         if kind == "across":
-            return torch.randn(batch, count, width, length, generator=generator).to(device, dtype).transpose(2, 3)
+            return (
+                torch.randn(batch, count, width, length, generator=generator)
+                .to(device, dtype)
+                .transpose(2, 3)
+            )
         wider = {"projection": 16, "skipping": width}.get(kind, 0)
         x = torch.randn(batch, length, count, width + wider, generator=generator).to(device, dtype)
         x = (x[..., ::2] if kind == "skipping" else x[..., wider:]).transpose(1, 2)
@@ -155,11 +189,19 @@ def _two(draw: random.Random, keys: int) -> list[int]:
 
 
 def _padded_call(draw: random.Random, device: torch.device) -> tuple:
-    batch, heads, rows, keys = draw.choice((1, 2, 3)), draw.choice((1, 2, 4)), draw.choice(LENGTHS), draw.choice((16, 33, 64, 130))
+    batch, heads, rows, keys = (
+        draw.choice((1, 2, 3)),
+        draw.choice((1, 2, 4)),
+        draw.choice(LENGTHS),
+        draw.choice((16, 33, 64, 130)),
+    )
     dim, dtype = draw.choice((16, 64, 128)), draw.choice((BF16, FP16))
     text, inside = keys // 4, draw.random() < 0.5
     generator = torch.Generator().manual_seed(draw.randrange(2**31))
-    q, k, v = (torch.randn(batch, n, heads, dim, generator=generator).to(device, dtype).transpose(1, 2) for n in (rows, keys, keys))
+    q, k, v = (
+        torch.randn(batch, n, heads, dim, generator=generator).to(device, dtype).transpose(1, 2)
+        for n in (rows, keys, keys)
+    )
     if not inside:
         q, k, v = (x.contiguous() for x in (q, k, v))
     if draw.random() < 0.5:
@@ -173,6 +215,15 @@ CASES = Cases(
     peers=PEERS,
     exact=False,
     ordinary=("q", "k", "v"),
-    of_torch=("cudnn", "flash", "efficient", "flash-attention-3", "flash-attention-4", "math", "narrow", "common-keys"),
+    of_torch=(
+        "cudnn",
+        "flash",
+        "efficient",
+        "flash-attention-3",
+        "flash-attention-4",
+        "math",
+        "narrow",
+        "common-keys",
+    ),
     not_interpreted=("wide-head-hopper",),
 )

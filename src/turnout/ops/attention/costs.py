@@ -1,4 +1,6 @@
-"""What attention costs, in seconds: its arithmetic at the share of the card's peak that a kernel reaches, and the host's time a launch."""
+"""What attention costs, in seconds: its arithmetic at the share of the card's peak that a kernel reaches, and
+the host's time a launch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def at_share(share: float, problem: Attention, device: Device) -> float | None:
 
 
 def was_measured(device: Device) -> bool:
-    """The shares are those of a Hopper card. Elsewhere the kernels rank differently, and only `tune` can say how."""
+    """The shares are those of a Hopper card.
+
+    Elsewhere the kernels rank differently, and only `tune` can say how.
+    """
     return device.capability is not None and device.capability[0] == 9
 
 
@@ -52,7 +57,9 @@ def cudnn_share(problem: Attention, device: Device) -> float:
 
 
 def filled(problem: Attention, device: Device, rows: int) -> float:
-    """The share of the multiprocessors that have work in the waves it takes, at `rows` queries a program, one program each."""
+    """The share of the multiprocessors that have work in the waves it takes, at `rows` queries a program, one
+    program each.
+    """
     programs = problem.batch * problem.heads * -(-problem.rows // rows)
     waves = -(-programs // device.units)
     return programs / (waves * device.units) if programs else 1.0
@@ -76,7 +83,11 @@ def torch_share(problem: Attention, device: Device) -> float:
         return cudnn_share(problem, device)
     if problem.dtype in HALF and dim <= 256 and problem.dim == problem.dim_v:
         return share_of("flash", problem, device)
-    return share_of("efficient", problem, device) if dim <= 256 else device.fitted(FITTED).efficient_wide * filled(problem, device, 64)
+    return (
+        share_of("efficient", problem, device)
+        if dim <= 256
+        else device.fitted(FITTED).efficient_wide * filled(problem, device, 64)
+    )
 
 
 def reference(problem: Attention, device: Device) -> float | None:
@@ -93,7 +104,11 @@ def cpu(problem: Attention, device: Device) -> float | None:
     """torch's flash kernel on a CPU."""
     peak = device.flops.get("float64" if problem.dtype is torch.float64 else "float32")
     fitted = device.fitted(FITTED)
-    return None if peak is None or device.type != "cpu" else fitted.start + flops(problem) / (fitted.share * peak.value)
+    return (
+        None
+        if peak is None or device.type != "cpu"
+        else fitted.start + flops(problem) / (fitted.share * peak.value)
+    )
 
 
 def cudnn(problem: Attention, device: Device) -> float | None:
@@ -108,15 +123,22 @@ def efficient(problem: Attention, device: Device) -> float | None:
     if not was_measured(device):
         return None
     wide = max(problem.dim, problem.dim_v) > 256
-    share = device.fitted(FITTED).efficient_wide * filled(problem, device, 64) if wide else share_of("efficient", problem, device)
+    share = (
+        device.fitted(FITTED).efficient_wide * filled(problem, device, 64)
+        if wide
+        else share_of("efficient", problem, device)
+    )
     return at_share(share, problem, device)
 
 
 def narrow(problem: Attention, device: Device) -> float | None:
-    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs are copied. On an H200 874
-    us at 2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two parts and copied too."""
+    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs
+    are copied. On an H200 874 us at 2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two
+    parts and copied too."""
     unpadded = problem._replace(padding=None)
-    copied = device.seconds(2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
+    copied = device.seconds(
+        2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize
+    )
     fitted = device.fitted(FITTED)
     if device.type == "cpu":
         whole, each = cpu(unpadded, device), fitted.narrow_each
@@ -133,21 +155,26 @@ def common(problem: Attention, device: Device) -> float | None:
 
 
 def common_together(problem: Attention, device: Device) -> float | None:
-    """torch's attention on what all have in common, then our kernel on the rest: 912 and 951 us on an H200 for the two calls of `narrow`
-    above, 34.7 ms of cuDNN's 38.6 at 1x40x32760x128. The host takes 110 us."""
+    """torch's attention on what all have in common, then our kernel on the rest: 912 and 951 us on an H200
+    for the two calls of `narrow` above, 34.7 ms of cuDNN's 38.6 at 1x40x32760x128. The host takes 110 us."""
     if problem.padding is None and not was_measured(device):
         return None
-    shared = at_share(torch_share(_even(problem), device), _even(problem)._replace(share=problem.common), device)
+    shared = at_share(
+        torch_share(_even(problem), device), _even(problem)._replace(share=problem.common), device
+    )
     rest = _rest(problem, device)
     return None if shared is None or rest is None else max(device.fitted(FITTED).together_host, shared + rest)
 
 
 def common_apart(problem: Attention, device: Device) -> float | None:
-    """Each batch element for itself on two streams, where most of our kernel's time and of the copies is hidden: 843 and 859 us for the
-    same two calls. The host takes 150 us a batch element."""
+    """Each batch element for itself on two streams, where most of our kernel's time and of the copies is
+    hidden: 843 and 859 us for the same two calls. The host takes 150 us a batch element."""
     if problem.common == problem.share:
         return None
-    whole, rest = at_share(torch_share(_even(problem), device), _even(problem), device), _rest(problem, device)
+    whole, rest = (
+        at_share(torch_share(_even(problem), device), _even(problem), device),
+        _rest(problem, device),
+    )
     copied = device.seconds(2 * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
     if whole is None or rest is None or copied is None:
         return None
@@ -161,10 +188,18 @@ def _even(problem: Attention) -> Attention:
 
 
 def _rest(problem: Attention, device: Device) -> float | None:
-    """Our kernel on keys that do not count for all, and on those beyond a multiple of STEP, half of that on average. It reads q and the
-    output and writes it once more, at 0.7 of the bandwidth."""
-    left = (problem.share - problem.common) * problem.keys // 100 + (STEP // 2 if prefers_cudnn(device) else 0)
-    moved = device.seconds(problem.batch * problem.heads * problem.rows * (problem.dim + 2 * problem.dim_v) * problem.dtype.itemsize)
+    """Our kernel on keys that do not count for all, and on those beyond a multiple of STEP, half of that on
+    average. It reads q and the output and writes it once more, at 0.7 of the bandwidth."""
+    left = (problem.share - problem.common) * problem.keys // 100 + (
+        STEP // 2 if prefers_cudnn(device) else 0
+    )
+    moved = device.seconds(
+        problem.batch
+        * problem.heads
+        * problem.rows
+        * (problem.dim + 2 * problem.dim_v)
+        * problem.dtype.itemsize
+    )
     fitted, seen = device.fitted(FITTED), problem._replace(keys=left, share=100, padding=None)
     added = at_share(fitted.rest * share_of("triton", problem, device), seen, device)
     return None if moved is None or added is None else added + fitted.rest_moving * moved
@@ -185,7 +220,10 @@ def wide(problem: Attention, device: Device) -> float | None:
 
 
 def wide_hopper(problem: Attention, device: Device) -> float | None:
-    """Parts of the keys fill the card where queries do not; joining them is another launch. The host's time is mostly TMA's descriptors."""
+    """Parts of the keys fill the card where queries do not; joining them is another launch.
+
+    The host's time is mostly TMA's descriptors.
+    """
     fitted = device.fitted(FITTED)
     seconds = at_share(fitted.wide_hopper, problem, device) if device.type == "cuda" else None
     return None if seconds is None else max(fitted.wide_hopper_host, seconds + fitted.wide_hopper_join)

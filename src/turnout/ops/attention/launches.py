@@ -27,27 +27,58 @@ def empty_like_queries(q: Tensor, dim_v: int) -> Tensor:
 
 
 def plan_flash(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, lengths: Tensor | None,
-    rows: int, keys: int, warps: int, stages: int, *, so_far: tuple[Tensor, Tensor] | None = None,
-) -> LaunchPlan:  # fmt: skip
-    """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2]; key_mask: [B, keys], bool.
-    `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in place."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    lengths: Tensor | None,
+    rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+    *,
+    so_far: tuple[Tensor, Tensor] | None = None,
+) -> LaunchPlan:
+    """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2];
+    key_mask: [B, keys], bool.
+    `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in
+    place."""
     from turnout.ops.attention.kernels import flash_kernel
 
     (batch, heads, length, dim), dim_v = q.shape, v.shape[3]
     out, sums = (empty_like_queries(q, dim_v), None) if so_far is None else so_far
     mask = None if key_mask is None else key_mask.view(torch.uint8)
     numbers = (
-        heads, heads // k.shape[1], length, k.shape[2], dim, dim_v, scale * LOG2E,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *((0, 0) if mask is None else mask.stride()),
-    )  # fmt: skip
+        heads,
+        heads // k.shape[1],
+        length,
+        k.shape[2],
+        dim,
+        dim_v,
+        scale * LOG2E,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride()[:3],
+        *((0, 0) if mask is None else mask.stride()),
+    )
     constants = {
-        "BM": rows, "BN": keys, "BD": max(16, power_of_two(dim)), "BV": max(16, power_of_two(dim_v)),
-        "CAUSAL": causal, "LENGTHS": lengths is not None, "MASK": mask is not None, "GO_ON": sums is not None,
-    }  # fmt: skip
+        "BM": rows,
+        "BN": keys,
+        "BD": max(16, power_of_two(dim)),
+        "BV": max(16, power_of_two(dim_v)),
+        "CAUSAL": causal,
+        "LENGTHS": lengths is not None,
+        "MASK": mask is not None,
+        "GO_ON": sums is not None,
+    }
     programs = batch * heads * ceil_div(length, rows)
     tensors = (q, k, v, lengths, mask, sums, out)
-    return LaunchPlan((Launch(flash_kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out)
+    return LaunchPlan(
+        (Launch(flash_kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out
+    )
 
 
 run_flash = runs_plan(plan_flash)
@@ -69,9 +100,11 @@ _beside = _Beside()
 
 
 def take_turns(jobs: Iterable[Callable[[], None]], device: torch.device) -> None:
-    """Run jobs on the current stream and on one beside it in turns: the last blocks of one leave room for the first of the next.
+    """Run jobs on the current stream and on one beside it in turns: the last blocks of one leave room for the
+    first of the next.
 
-    The current stream waits for all of them, so what was allocated on it may be freed as usual, and a capture has everything.
+    The current stream waits for all of them, so what was allocated on it may be freed as usual, and a capture
+    has everything.
     """
     if is_planning():
         for job in jobs:
@@ -91,7 +124,9 @@ QUERIES, KEYS, CHUNK, HALF, PART, SLOTS = 64, 128, 128, 256, 64, 4
 
 
 def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, splits: int) -> LaunchPlan:
-    """The Gluon kernel for heads of 257 to 512; with `splits`, that many parts of the keys, joined by a second kernel."""
+    """The Gluon kernel for heads of 257 to 512; with `splits`, that many parts of the keys, joined by a
+    second kernel.
+    """
     from turnout.ops.attention.hopper_kernels import WARPS, wide_kernel
 
     (batch, heads, rows, dim), keys = q.shape, k.shape[2]
@@ -101,21 +136,35 @@ def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     into, maxima, sums, workspaces = out, None, None, ()
     if splits > 1:
         into = torch.empty(splits, batch * heads, rows, dim, dtype=torch.float32, device=q.device)
-        maxima, sums = both = torch.empty(2, splits, batch * heads, rows, dtype=torch.float32, device=q.device)
+        maxima, sums = both = torch.empty(
+            2, splits, batch * heads, rows, dtype=torch.float32, device=q.device
+        )
         workspaces = (Workspace(into), Workspace(both))
     rest = max(64, power_of_two(dim - HALF))
     q, k, v = (x if tma.aligned(x) else x.clone() for x in (q, k, v))
     boxes = ((q, QUERIES, CHUNK), (k, KEYS, CHUNK), (v, PART, HALF), (v, PART, rest))
-    descriptors = [tma.described(x, tma.pattern(x.shape, x.stride(), x.dtype, (1, 1, *box))) for x, *box in boxes]
+    descriptors = [
+        tma.described(x, tma.pattern(x.shape, x.stride(), x.dtype, (1, 1, *box))) for x, *box in boxes
+    ]
     tensors = (*descriptors[:3], None if rest == HALF else descriptors[3], into, maxima, sums)
     blocks = ceil_div(ceil_div(keys, KEYS), splits)
     strides = out.stride()[:3] if splits == 1 else into.stride()[:3]
     numbers = (heads, heads // k.shape[1], rows, keys, dim, blocks, scale * LOG2E, *strides)
     constants = {
-        "BM": QUERIES, "BN": KEYS, "CHUNKS": ceil_div(dim, CHUNK), "DC": CHUNK, "W0": HALF, "W1": rest, "BK": PART, "SLOTS": SLOTS,
-        "CAUSAL": causal, "SPLITS": splits,
-    }  # fmt: skip
-    launch = Launch(wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, WARPS)
+        "BM": QUERIES,
+        "BN": KEYS,
+        "CHUNKS": ceil_div(dim, CHUNK),
+        "DC": CHUNK,
+        "W0": HALF,
+        "W1": rest,
+        "BK": PART,
+        "SLOTS": SLOTS,
+        "CAUSAL": causal,
+        "SPLITS": splits,
+    }
+    launch = Launch(
+        wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, WARPS
+    )
     if maxima is None or sums is None:
         return LaunchPlan((launch,), out)
     return LaunchPlan((launch, combine_launch(into, maxima, sums, out)), out, workspaces)
@@ -130,4 +179,6 @@ def combine_launch(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> 
     (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
     numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])
     constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
-    return Launch(combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, 4)
+    return Launch(
+        combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, 4
+    )

@@ -1,7 +1,9 @@
-"""Keys that do not count: from what a caller gives (lengths, a list or a tensor, a boolean mask over keys) to what routes work with.
+"""Keys that do not count: from what a caller gives (lengths, a list or a tensor, a boolean mask over keys) to
+what routes work with.
 
-All of it becomes two numbers per batch element: the first `head` keys and the last `tail` keys count. Text padded to a fixed length and an
-image behind it is (text length, image length); padding at the end is (length, 0).
+All of it becomes two numbers per batch element: the first `head` keys and the last `tail` keys count. Text
+padded to a fixed length and an image behind it is (text length, image length); padding at the end is (length,
+0).
 """
 
 from __future__ import annotations
@@ -21,20 +23,33 @@ from turnout.routing.fallback import can_read_values, version_of
 
 
 def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[int]]:
-    """`kv_lengths` of a public call as a tensor [B, 2] that only the device knows, or as a flat list of 2 B numbers."""
+    """`kv_lengths` of a public call as a tensor [B, 2] that only the device knows, or as a flat list of 2 B
+    numbers.
+    """
     if isinstance(kv_lengths, Tensor):
         given = tuple(kv_lengths.shape)
         if given not in ((batch,), (batch, 2)):
-            raise ValueError(f"kv_lengths is {list(given)}, it needs to be [batch] or [batch, 2] with batch {batch}")
+            raise ValueError(
+                f"kv_lengths is {list(given)}, it needs to be [batch] or [batch, 2] with batch {batch}"
+            )
         if kv_lengths.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, they need to be int32 or int64")
+            raise ValueError(
+                f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, "
+                "they need to be int32 or int64"
+            )
         known = _values(kv_lengths, Tensor.tolist)
         if known is None:
-            both = kv_lengths if kv_lengths.dim() == 2 else torch.stack([kv_lengths, torch.zeros_like(kv_lengths)], 1)
+            both = (
+                kv_lengths
+                if kv_lengths.dim() == 2
+                else torch.stack([kv_lengths, torch.zeros_like(kv_lengths)], 1)
+            )
             return both.contiguous(), []
         kv_lengths = known
     if len(kv_lengths) != batch:
-        raise ValueError(f"kv_lengths has {len(kv_lengths)} entries, it needs one for each of {batch} batch elements")
+        raise ValueError(
+            f"kv_lengths has {len(kv_lengths)} entries, it needs one for each of {batch} batch elements"
+        )
     flat: list[int] = []
     for entry in kv_lengths:
         head, tail = _lengths(entry)
@@ -54,15 +69,25 @@ def _lengths(entry: Any) -> tuple[int, int]:
 
 
 def of_mask(mask: Tensor, batch: int, keys: int) -> list[int] | None:
-    """The lengths that a boolean mask over keys says, or None: another kind of mask, or one with holes, or values that cannot be read."""
+    """The lengths that a boolean mask over keys says, or None: another kind of mask, or one with holes, or
+    values that cannot be read.
+    """
     if key_mask(mask, batch, keys) is None:
         return None
     return _values(mask, lambda given: _runs(key_mask(given, batch, keys)))
 
 
 def key_mask(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """A boolean mask that is the same for all heads and queries, as [B, keys] without a copy; None for any other."""
-    if mask is None or mask.dtype is not torch.bool or mask.dim() > 4 or mask.dim() < 1 or mask.shape[-1] != keys:
+    """A boolean mask that is the same for all heads and queries, as [B, keys] without a copy; None for any
+    other.
+    """
+    if (
+        mask is None
+        or mask.dtype is not torch.bool
+        or mask.dim() > 4
+        or mask.dim() < 1
+        or mask.shape[-1] != keys
+    ):
         return None
     full = mask[(None,) * (4 - mask.dim())]
     if full.shape[0] not in (1, batch) or any(full.shape[i] != 1 and full.stride(i) != 0 for i in (1, 2)):
@@ -70,7 +95,9 @@ def key_mask(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     return full[:, 0, 0].expand(batch, keys) if 0 not in full.shape else None
 
 
-def counted(lengths: Sequence[int], kv_lengths: Tensor | None, batch: int, keys: int, device: torch.device) -> Tensor | None:
+def counted(
+    lengths: Sequence[int], kv_lengths: Tensor | None, batch: int, keys: int, device: torch.device
+) -> Tensor | None:
     """Which keys count, as a boolean [B, keys]; None for all."""
     if keys == 0:
         return None
@@ -80,21 +107,25 @@ def counted(lengths: Sequence[int], kv_lengths: Tensor | None, batch: int, keys:
     if not lengths:
         return None
     counts = torch.zeros(batch, keys, dtype=torch.bool, device=device)
-    for first, size, head, tail in alike(lengths):  # filled, not copied: a copy from the host waits for the device
+    for first, size, head, tail in alike(
+        lengths
+    ):  # filled, not copied: a copy from the host waits for the device
         counts[first : first + size, :head] = True
         counts[first : first + size, keys - tail :] = True
     return counts
 
 
 def blanked(k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with nothing in them that does not count, NaN included. Such a key becomes the first that counts, not zero: its score is
-    masked all the same, and is NaN or infinite only where another is too."""
+    """k and v with nothing in them that does not count, NaN included. Such a key becomes the first that
+    counts, not zero: its score is masked all the same, and is NaN or infinite only where another is too."""
     kept = counts[:, None, :, None]
     first = counts.int().argmax(1)[:, None, None, None].expand(k.shape[0], k.shape[1], 1, k.shape[3])
     return torch.where(kept, k, k.gather(2, first)), torch.where(kept, v, 0.0)
 
 
-def lengthened(k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def lengthened(
+    k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, keys: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The same call with more keys, which do not count."""
     more = keys - k.shape[2]
     if counts is None:
@@ -107,7 +138,10 @@ def lengthened(k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None,
 
 @functools.lru_cache(maxsize=256)
 def on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The flat list as [B, 2], copied there once: a copy from the host waits for the device. For routes, which never see a fake tensor."""
+    """The flat list as [B, 2], copied there once: a copy from the host waits for the device.
+
+    For routes, which never see a fake tensor.
+    """
     return torch.tensor(lengths, dtype=torch.int32, device=device).view(-1, 2)
 
 
@@ -170,7 +204,9 @@ def alike(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
 
 
 class Common(NamedTuple):
-    """One run of keys that counts for every batch element, and what else counts, as lengths within what is left of the keys."""
+    """One run of keys that counts for every batch element, and what else counts, as lengths within what is
+    left of the keys.
+    """
 
     first: int
     size: int
@@ -178,7 +214,8 @@ class Common(NamedTuple):
 
     @staticmethod
     def of(lengths: Sequence[int], keys: int, step: int = 1) -> Common:
-        """The longer of the runs that start at the first key and that end at the last; of many keys a multiple of `step`.
+        """The longer of the runs that start at the first key and that end at the last; of many keys a
+        multiple of `step`.
 
         >>> Common.of([4400, 0, 4608, 0], 4608)
         Common(first=0, size=4400, rest=(0, 0, 208, 0))
@@ -188,7 +225,10 @@ class Common(NamedTuple):
         Common(first=512, size=4096, rest=(300, 0, 512, 0))
         """
         # Where all keys count, they are a run from the start as well as one to the end.
-        both = [(keys, keys) if head + tail == keys else (head, tail) for head, tail in zip(lengths[::2], lengths[1::2], strict=True)]
+        both = [
+            (keys, keys) if head + tail == keys else (head, tail)
+            for head, tail in zip(lengths[::2], lengths[1::2], strict=True)
+        ]
         start, end = min(head for head, _ in both), min(tail for _, tail in both)
         if start >= end:
             start -= start % step if start >= step else 0

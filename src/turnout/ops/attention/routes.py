@@ -1,4 +1,6 @@
-"""The routes of attention: torch's kernels by name, vendor kernels on the keys that count, our own where nobody has one."""
+"""The routes of attention: torch's kernels by name, vendor kernels on the keys that count, our own where
+nobody has one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from torch import Tensor
 from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.attention import ATTENTION, Attention, backends, costs, padding, reference
-from turnout.ops.attention.backends import by_cudnn, by_efficient, by_flash, by_flash_attention_3, by_flash_attention_4, with_sums
+from turnout.ops.attention.backends import (
+    by_cudnn,
+    by_efficient,
+    by_flash,
+    by_flash_attention_3,
+    by_flash_attention_4,
+    with_sums,
+)
 from turnout.ops.attention.costs import STEP
 from turnout.ops.attention.launches import (
     KEYS,
@@ -38,47 +47,89 @@ MOST_APART = 2**25  # bytes of an output on its way
 
 @ATTENTION.route("cudnn", refuses=backends.refuses_cudnn, cost=costs.cudnn, numerics="close", version=1)
 def cudnn(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     return by_cudnn(q, k, v, causal, scale)
 
 
 @ATTENTION.route("flash", refuses=backends.refuses_flash, cost=costs.flash, numerics="close", version=1)
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     return by_flash(q, k, v, causal, scale)
 
 
-@ATTENTION.route("efficient", refuses=backends.refuses_efficient, cost=costs.efficient, numerics="close", version=1)
+@ATTENTION.route(
+    "efficient", refuses=backends.refuses_efficient, cost=costs.efficient, numerics="close", version=1
+)
 def efficient(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     return by_efficient(q, k, v, causal, scale)
 
 
 def flash_attention(package: str) -> dict[str, Any]:
-    """What FlashAttention 3 and 4 are declared with. They have no cost: only a measurement or a pin takes them."""
+    """What FlashAttention 3 and 4 are declared with.
+
+    They have no cost: only a measurement or a pin takes them.
+    """
     refuses = functools.partial(backends.refuses_flash_attention, package=package)
     return {"refuses": refuses, "cost": lambda problem, device: None, "numerics": "close", "version": 1}
 
 
 @ATTENTION.route("flash-attention-3", **flash_attention("flash_attn_interface"))
 def flash_attention_3(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     return by_flash_attention_3(q, k, v, causal, scale)
 
 
 @ATTENTION.route("flash-attention-4", **flash_attention("flash_attn.cute"))
 def flash_attention_4(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     return by_flash_attention_4(q, k, v, causal, scale)
 
 
 def refuses_math(problem: Attention, device: Device) -> Iterator[str]:
-    yield from needs.needs_dtype(problem.dtype, *costs.HALF)  # computed in float32; in float32 itself its error would show
+    yield from needs.needs_dtype(
+        problem.dtype, *costs.HALF
+    )  # computed in float32; in float32 itself its error would show
     if problem.padding is not None or problem.mask == "float":
         yield "keys that do not count for all, this route needs all keys or a boolean mask"
     scores = problem.batch * problem.heads * problem.rows * problem.keys
@@ -88,7 +139,14 @@ def refuses_math(problem: Attention, device: Device) -> Iterator[str]:
 
 @ATTENTION.route("math", refuses=refuses_math, cost=lambda problem, device: None, numerics="close", version=1)
 def math(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
     """All scores written down. For short sequences, and only where measured."""
     return backends.by_math(q, k, v, mask, causal, scale)
@@ -110,9 +168,18 @@ def refuses_narrow(problem: Attention, device: Device) -> Iterator[str]:
 
 @ATTENTION.route("narrow", refuses=refuses_narrow, cost=costs.narrow, numerics="close", version=1)
 def narrow(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
 ) -> Tensor:
-    """torch's own attention for one batch element after the other, on those of its keys that count; all at once where they are the same."""
+    """torch's own attention for one batch element after the other, on those of its keys that count; all at
+    once where they are the same.
+    """
     out = empty_like_queries(q, v.shape[3])
     grouped = bool(q.shape[1] != k.shape[1])
     for first, count, head, tail in padding.alike(lengths):
@@ -135,18 +202,32 @@ def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
     elif problem.causal or problem.mask is not None:
         yield "a causal call or a mask, this route needs queries that see all keys"
     elif problem.keys % STEP == 0 or problem.keys < STEP:
-        yield f"{problem.keys} keys that count for all, this route needs more than {STEP} and not a multiple of it, or lengths"
+        yield (
+            f"{problem.keys} keys that count for all, "
+            f"this route needs more than {STEP} and not a multiple of it, or lengths"
+        )
     yield from backends.refuses_flash(problem._replace(padding=None), device)
     if problem.common == 0:
         yield "no run of keys that counts for all, this route needs 1 % of them at least"
 
 
 def common_configs(problem: Attention, device: Device) -> list[Config]:
-    """Few keys are left for our kernel, so its programs are short: small ones, several to a multiprocessor."""
-    cudnn = costs.prefers_cudnn(device) and not any(backends.refuses_cudnn(problem._replace(padding=None), device))
-    rows, keys, warps, stages = (64, 32, 4, 2) if tile_bytes(problem, 64, 32, 2) <= device.shared else (16, 16, 4, 1)
+    """Blocks for the few keys that are left to our kernel: small, so that several fit a multiprocessor."""
+    cudnn = costs.prefers_cudnn(device) and not any(
+        backends.refuses_cudnn(problem._replace(padding=None), device)
+    )
+    rows, keys, warps, stages = (
+        (64, 32, 4, 2) if tile_bytes(problem, 64, 32, 2) <= device.shared else (16, 16, 4, 1)
+    )
     rows = min(rows, max(16, power_of_two(problem.rows)))
-    fixed = {"cudnn": cudnn, "step": STEP if cudnn else 1, "rows": rows, "keys": keys, "warps": warps, "stages": stages}
+    fixed = {
+        "cudnn": cudnn,
+        "step": STEP if cudnn else 1,
+        "rows": rows,
+        "keys": keys,
+        "warps": warps,
+        "stages": stages,
+    }
     apart, together = costs.common_apart(problem, device), costs.common_together(problem, device)
     ways = [False] if problem.common == problem.share else [True, False]
     if apart is not None and together is not None and together < apart:
@@ -155,13 +236,34 @@ def common_configs(problem: Attention, device: Device) -> list[Config]:
 
 
 @ATTENTION.route(
-    "common-keys", refuses=refuses_common, cost=costs.common, configs=common_configs, numerics="close", version=2, kernels=FLASH
+    "common-keys",
+    refuses=refuses_common,
+    cost=costs.common,
+    configs=common_configs,
+    numerics="close",
+    version=2,
+    kernels=FLASH,
 )
 def common_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, cudnn: bool = False, step: int = 1, apart: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
-) -> Tensor:  # fmt: skip
-    """A vendor kernel on a multiple of `step` keys that count for all batch elements, in one call; ours goes on from there with the others.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    cudnn: bool = False,
+    step: int = 1,
+    apart: bool = False,
+    rows: int = 64,
+    keys: int = 64,
+    warps: int = 4,
+    stages: int = 2,
+) -> Tensor:
+    """A vendor kernel on a multiple of `step` keys that count for all batch elements, in one call; ours goes
+    on from there with the others.
     `apart`: a call for each batch element instead, on more of its keys, in turns on two streams."""
     lengths = lengths or [k.shape[2], 0] * k.shape[0]
 
@@ -173,8 +275,23 @@ def common_keys(
         first, size = run.some
         if size:
             rest = padding.on_device(run.rest[2 * first : 2 * (first + size)], q.device)
-            queries, more_near, more_far, part, behind = (x.narrow(0, first, size) for x in (queries, more_near, more_far, out, sums))
-            run_flash(queries, more_near, more_far, None, False, scale, rest, rows, keys, warps, stages, so_far=(part, behind))
+            queries, more_near, more_far, part, behind = (
+                x.narrow(0, first, size) for x in (queries, more_near, more_far, out, sums)
+            )
+            run_flash(
+                queries,
+                more_near,
+                more_far,
+                None,
+                False,
+                scale,
+                rest,
+                rows,
+                keys,
+                warps,
+                stages,
+                so_far=(part, behind),
+            )
         return out
 
     groups = padding.alike(lengths)
@@ -187,8 +304,15 @@ def common_keys(
         out[some, :, some_rows] = together(some, some_rows, [head, tail] * count)
 
     # Those that leave most to our kernel first: it then runs beside another element's call.
-    groups.sort(key=lambda group: group[2] + group[3] - padding.Common.of(group[2:], k.shape[2], step).size, reverse=True)
-    shares = [(group, some_rows) for group in groups for some_rows in at_a_time(q.shape, group[1], v.shape[3] * q.dtype.itemsize)]
+    groups.sort(
+        key=lambda group: group[2] + group[3] - padding.Common.of(group[2:], k.shape[2], step).size,
+        reverse=True,
+    )
+    shares = [
+        (group, some_rows)
+        for group in groups
+        for some_rows in at_a_time(q.shape, group[1], v.shape[3] * q.dtype.itemsize)
+    ]
     take_turns([functools.partial(alone, *group, some_rows) for group, some_rows in shares], q.device)
     return out
 
@@ -245,11 +369,13 @@ def tile_bytes(problem: Attention, rows: int, keys: int, stages: int = 1) -> int
 
 
 def flash_configs(problem: Attention, device: Device) -> list[Config]:
-    """The largest blocks that fit the card's shared memory: on an H200 the fastest of those that were tried."""
+    """The largest blocks that fit the card's shared memory: the fastest of those tried on an H200."""
     shapes = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
     if power_of_two(max(problem.dim, problem.dim_v)) > 128:
         shapes = [(128, 64, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
-    rows, keys, warps, stages = next((s for s in shapes if tile_bytes(problem, s[0], s[1], s[3]) <= device.shared), shapes[-1])
+    rows, keys, warps, stages = next(
+        (s for s in shapes if tile_bytes(problem, s[0], s[1], s[3]) <= device.shared), shapes[-1]
+    )
     few = 16 if problem.rows <= 16 else 64
     if problem.rows <= few < rows:
         rows, warps = few, 4
@@ -258,40 +384,86 @@ def flash_configs(problem: Attention, device: Device) -> list[Config]:
 
 def wide_configs(problem: Attention, device: Device) -> list[Config]:
     shapes = ((64, 64, 8), (64, 32, 8), (32, 32, 4), (16, 16, 4))
-    rows, keys, warps = next((s for s in shapes if tile_bytes(problem, s[0], s[1]) <= device.shared), shapes[-1])
+    rows, keys, warps = next(
+        (s for s in shapes if tile_bytes(problem, s[0], s[1]) <= device.shared), shapes[-1]
+    )
     return [{"rows": rows, "keys": keys, "warps": warps, "stages": 1}]
 
 
 @ATTENTION.route(
-    "wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, prepare=prepare_from_plan, numerics="close", version=1,
+    "wide-head",
+    refuses=refuses_wide,
+    cost=costs.wide,
+    configs=wide_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
     kernels=FLASH,
-)  # fmt: skip
+)
 @runs_plan
 def wide_head(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 8,
+    stages: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 in plain Triton, on any card."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 @ATTENTION.route(
-    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, prepare=prepare_from_plan,
-    numerics="close", version=1, kernels=FLASH,
-)  # fmt: skip
+    "flash-triton",
+    refuses=refuses_flash_triton,
+    cost=costs.flash_triton,
+    configs=flash_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=FLASH,
+)
 @runs_plan
 def flash_triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 4, stages: int = 2,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 4,
+    stages: int = 2,
+) -> LaunchPlan:
     """Heads up to 256 in plain Triton; padded keys and masks over keys are left out inside the kernel."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 def with_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    rows: int, keys: int, warps: int, stages: int,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+) -> LaunchPlan:
     if lengths:
         kv_lengths = padding.on_device(tuple(lengths), q.device)
     over_keys = padding.key_mask(mask, q.shape[0], k.shape[2])
@@ -304,20 +476,31 @@ def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
     if problem.mask is not None or problem.padding is not None:
         yield "some keys do not count, this route needs all of them to"
     if problem.dim not in WIDE or problem.dim % 8 or problem.dim != problem.dim_v:
-        yield f"head dims {problem.dim} and {problem.dim_v}, this route needs both the same, 257 to 512 and a multiple of 8"
+        yield (
+            f"head dims {problem.dim} and {problem.dim_v}, "
+            "this route needs both the same, 257 to 512 and a multiple of 8"
+        )
     if 0 in (problem.batch, problem.heads, problem.rows, problem.keys):
         yield "nothing to attend to, this route needs at least one query and one key"
     if max(problem.rows, problem.keys) > LONGEST:
         yield f"{max(problem.rows, problem.keys)} positions, this route needs at most {LONGEST}"
-    sizes = ((problem.batch, problem.heads, problem.rows), *[(problem.batch, problem.kv_heads, problem.keys)] * 2)
+    sizes = (
+        (problem.batch, problem.heads, problem.rows),
+        *[(problem.batch, problem.kv_heads, problem.keys)] * 2,
+    )
     for name, size, strides in zip("qkv", sizes, problem.strides, strict=True):
         steps = [stride for n, stride in zip(size, strides, strict=False) if n > 1]
         if strides[3] != 1 or any(step % 8 or step == 0 for step in steps):
-            yield f"{name} with strides {list(strides)}, this route needs a last one of 1 and others that are multiples of 8"
+            yield (
+                f"{name} with strides {list(strides)}, "
+                "this route needs a last one of 1 and others that are multiples of 8"
+            )
 
 
 def splits_of(problem: Attention, device: Device) -> int:
-    """In how many parts the keys are taken so that the card is full: few queries alone would leave most of it idle."""
+    """In how many parts the keys are taken so that the card is full: few queries alone would leave most of it
+    idle.
+    """
     programs = problem.batch * problem.heads * ceil_div(problem.rows, QUERIES)
     blocks = ceil_div(problem.keys, KEYS)
     if programs >= device.units or problem.causal:
@@ -337,12 +520,23 @@ def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
     prepare=prepare_from_plan,
     numerics="close",
     version=1,
-    kernels=("turnout.ops.attention.hopper_kernels:wide_kernel", "turnout.ops.attention.kernels:combine_kernel"),
+    kernels=(
+        "turnout.ops.attention.hopper_kernels:wide_kernel",
+        "turnout.ops.attention.kernels:combine_kernel",
+    ),
 )
 @runs_plan
 def wide_head_hopper(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, splits: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    splits: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 on Hopper, in Gluon."""
     return plan_wide_hopper(q, k, v, causal, scale, splits)

@@ -35,15 +35,32 @@ class CausalConv1d(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1d:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1d:
         check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
         batch, dim, length = x.shape
         return CausalConv1d(
-            batch, dim, length, weight.shape[1], x.stride(), x.dtype, weight.dtype, None if bias is None else bias.dtype, activation,
-            seq_idx is not None, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, initial_states is not None, return_final_states,
-        )  # fmt: skip
+            batch,
+            dim,
+            length,
+            weight.shape[1],
+            x.stride(),
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            activation,
+            seq_idx is not None,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            initial_states is not None,
+            return_final_states,
+        )
 
     @property
     def layout(self) -> Literal["channel-last", "channel-first", "strided"]:
@@ -72,7 +89,9 @@ def dense(y: Tensor, last: bool) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What the outputs of one call see: every position in float32 (float64 for float64), and which of them belong together."""
+    """What the outputs of one call see: every position in float32 (float64 for float64), and which of them
+    belong together.
+    """
 
     line: Tensor  # [batch, dim, reach + length], x after `reach` positions of initial states or zeros
     marks: Tensor | None  # [batch, reach + length], the sequence of each; None where nothing is packed
@@ -82,20 +101,37 @@ class Seen(NamedTuple):
     length: int
 
     @staticmethod
-    def of(x: Tensor, weight: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial_states: Tensor | None) -> Seen:
+    def of(
+        x: Tensor,
+        weight: Tensor,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+    ) -> Seen:
         (batch, dim, length), reach = x.shape, weight.shape[1] - 1
         wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
         states = None if initial_states is None else initial_states.to(wide)
-        before = torch.zeros(batch, dim, reach, dtype=wide, device=x.device) if states is None or cu_seqlens is not None else states
+        before = (
+            torch.zeros(batch, dim, reach, dtype=wide, device=x.device)
+            if states is None or cu_seqlens is not None
+            else states
+        )
         marks = _marks(seq_idx, cu_seqlens, x, reach, states is not None)
         return Seen(torch.cat([before, x.to(wide)], 2), marks, cu_seqlens, states, reach, length)
 
     def own(self, k: int) -> Tensor | None:
         """Where tap k falls on the output's own sequence, [batch, 1, length]; None for everywhere."""
-        return None if self.marks is None else (self.marks[:, k : k + self.length] == self.marks[:, self.reach :])[:, None]
+        return (
+            None
+            if self.marks is None
+            else (self.marks[:, k : k + self.length] == self.marks[:, self.reach :])[:, None]
+        )
 
     def tap(self, k: int) -> Tensor:
-        """What tap k sees, [batch, dim, length]. What does not count is selected away, never multiplied by zero: NaN stays at home."""
+        """What tap k sees, [batch, dim, length].
+
+        What does not count is selected away, never multiplied by zero: NaN stays at home.
+        """
         tap, own = self.line[..., k : k + self.length], self.own(k)
         if own is None:
             return tap
@@ -105,7 +141,9 @@ class Seen(NamedTuple):
         return torch.where(own, tap, self.states[sequence, :, place].t())
 
     def place(self, k: int) -> tuple[Tensor, Tensor]:
-        """Sequence and place of the state that tap k sees where it reaches over the start of a packed sequence, both [length]."""
+        """Sequence and place of the state that tap k sees where it reaches over the start of a packed
+        sequence, both [length].
+        """
         assert self.marks is not None
         assert self.cu_seqlens is not None
         sequence = self.marks[0, self.reach :]
@@ -121,14 +159,17 @@ class Seen(NamedTuple):
         return total  # pyright: ignore[reportReturnType]
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Packed sequences: positions in x of their last ones, [sequences, reach], and those positions counted from the start, less reach
+        """Packed sequences: positions in x of their last ones, [sequences, reach], and those positions
+        counted from the start, less reach
         where they fall before it: the place in the initial state."""
         assert self.cu_seqlens is not None
         at = self.cu_seqlens[1:, None] - self.reach + torch.arange(self.reach, device=self.cu_seqlens.device)
         return at, at - self.cu_seqlens[:-1, None]
 
     def final(self) -> Tensor:
-        """The last `reach` positions of each sequence, its initial state where it is shorter than that: [sequences, dim, reach]."""
+        """The last `reach` positions of each sequence, its initial state where it is shorter than that:
+        [sequences, dim, reach].
+        """
         if self.cu_seqlens is None:
             final = self.line[..., self.length :]
             return final if self.marks is None else torch.where(self.last(self.marks), final, 0.0)
@@ -147,11 +188,15 @@ class Seen(NamedTuple):
         return (marks[:, self.length :] == marks[:, -1:])[:, None]
 
 
-def _marks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor, reach: int, states: bool) -> Tensor | None:
+def _marks(
+    seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor, reach: int, states: bool
+) -> Tensor | None:
     batch, _, length = x.shape
     if cu_seqlens is not None:
         here = torch.arange(length, device=x.device, dtype=cu_seqlens.dtype)
-        own = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True).clamp(max=cu_seqlens.shape[0] - 2)[None]
+        own = torch.searchsorted(cu_seqlens[1:].contiguous(), here, right=True).clamp(
+            max=cu_seqlens.shape[0] - 2
+        )[None]
     elif seq_idx is not None and length > 0:
         own = seq_idx
         if states:  # they belong to the sequence of the first position
@@ -162,10 +207,19 @@ def _marks(seq_idx: Tensor | None, cu_seqlens: Tensor | None, x: Tensor, reach: 
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One shifted product a tap, added in float32 (float64 for float64), rounded once. Final states are empty where not asked for."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    """One shifted product a tap, added in float32 (float64 for float64), rounded once.
+
+    Final states are empty where not asked for.
+    """
     check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
     seen = Seen.of(x, weight, seq_idx, cu_seqlens, initial_states)
     y = seen.total(weight, bias)
@@ -190,13 +244,29 @@ def vjp(inputs: tuple, grads: tuple) -> Sequence[Tensor | None]:
     if grad_final is None:
         grad_final = x.new_zeros((sequences, x.shape[1], weight.shape[1] - 1) if return_final_states else 0)
     # While a graph is traced the tensors stand for others, and the graph gets the op itself.
-    run = CAUSAL_CONV1D_BACKWARD if type(x) in (Tensor, torch.nn.Parameter) else CAUSAL_CONV1D_BACKWARD.when_compiled
+    run = (
+        CAUSAL_CONV1D_BACKWARD
+        if type(x) in (Tensor, torch.nn.Parameter)
+        else CAUSAL_CONV1D_BACKWARD.when_compiled
+    )
     dx, dweight, dbias, dinitial = run(grad, grad_final, *inputs)
-    return dx, dweight, None if bias is None else dbias, None, None, None, None if initial_states is None else dinitial, None
+    return (
+        dx,
+        dweight,
+        None if bias is None else dbias,
+        None,
+        None,
+        None,
+        None if initial_states is None else dinitial,
+        None,
+    )
 
 
 def work(problem: CausalConv1d) -> Work:
-    """x read once, y written once, a multiplication and an addition a tap. Filters, marks and states are small beside them."""
+    """x read once, y written once, a multiplication and an addition a tap.
+
+    Filters, marks and states are small beside them.
+    """
     size = problem.elements * problem.dtype.itemsize
     return Work(2 * size, 2 * problem.elements * problem.width, size)
 
@@ -221,9 +291,15 @@ def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
 
 
 def arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     if cu_seqlens is not None:
         check_ends(cu_seqlens, x)
@@ -231,40 +307,70 @@ def arguments(
 
 
 CAUSAL_CONV1D = Op(
-    "causal_conv1d", reference, problem_type=CausalConv1d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv1d.cases",
-    arguments=arguments, family=family, autocast="ignore", vjp=vjp,
-)  # fmt: skip
+    "causal_conv1d",
+    reference,
+    problem_type=CausalConv1d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="ignore",
+    vjp=vjp,
+)
 
 
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV1D)
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Depthwise causal convolution: `y[b, d, l] = act(bias[d] + sum_k weight[d, k] * x[b, d, l - (W-1) + k])`.
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Depthwise causal convolution: `y[b, d, l] = act(bias[d] + sum_k weight[d, k] * x[b, d, l - (W-1) +
+    k])`.
 
-    x: `[B, D, L]` with any strides; weight: `[D, W]` and bias: `[D]`, in x's dtype or another; activation: None or `"silu"`.
-    Sums are taken in float32 (float64 for float64). Returns y like x, dense, channels side by side where x has them so.
+    x: `[B, D, L]` with any strides; weight: `[D, W]` and bias: `[D]`, in x's dtype or another; activation:
+    None or `"silu"`. Sums are taken in float32 (float64 for float64). Returns y like x, dense, channels side
+    by side where x has them so.
 
-    Several sequences in a row: `seq_idx` `[B, L]` numbers them, a position sees only its own, a negative number is padding (output 0).
-    Or `cu_seqlens` `[N + 1]` gives their ends, from 0 to L; x then has B = 1. On a GPU its values are read back once per tensor to be
-    checked, never while a graph is captured.
+    Several sequences in a row: `seq_idx` `[B, L]` numbers them, a position sees only its own, a negative
+    number is padding (output 0). Or `cu_seqlens` `[N + 1]` gives their ends, from 0 to L; x then has B = 1.
+    On a GPU its values are read back once per tensor to be checked, never while a graph is captured.
 
-    `initial_states` `[N, D, W-1]` are the positions before each sequence, zeros if not given; with `return_final_states` the last W-1
-    positions, `[N, D, W-1]`, are returned too: they are the next chunk's initial states. N is B unless `cu_seqlens` says otherwise; with
-    `seq_idx` the states belong to the sequences of the first and of the last position.
+    `initial_states` `[N, D, W-1]` are the positions before each sequence, zeros if not given; with
+    `return_final_states` the last W-1 positions, `[N, D, W-1]`, are returned too: they are the next chunk's
+    initial states. N is B unless `cu_seqlens` says otherwise; with `seq_idx` the states belong to the
+    sequences of the first and of the last position.
 
     >>> import torch, turnout
     >>> x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
@@ -276,5 +382,7 @@ def causal_conv1d(
     """
     if cu_seqlens is not None:
         check_ends(cu_seqlens, x)
-    y, final = CAUSAL_CONV1D(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    y, final = CAUSAL_CONV1D(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+    )
     return (y, final) if return_final_states else y

@@ -1,4 +1,6 @@
-"""Real calls of causal_conv1d: from state-space and linear-attention models, and the shapes that other kernels are slow at."""
+"""Real calls of causal_conv1d: from state-space and linear-attention models, and the shapes that other
+kernels are slow at.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ Shape = tuple[int, int, int]
 FIRST, LAST, SPLIT = "channel-first", "channel-last", "split"
 
 
-def make_x(shape: Shape, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
-    """x in a layout; `split` is what Mamba-2 passes: channels cut out of a wider projection, then permuted."""
+def make_x(
+    shape: Shape, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
+    """x in a layout. `split` is that of Mamba-2: channels cut out of a wider projection, then permuted."""
     batch, dim, length = shape
     if layout == FIRST:
         return normal((batch, dim, length), dtype, device, generator)
@@ -30,22 +34,41 @@ def make_x(shape: Shape, layout: str, dtype: torch.dtype, device: torch.device, 
 
 
 def case(
-    name: str, source: str, shape: Shape, layout: str, dtype: torch.dtype = torch.bfloat16, *,
-    width: int = 4, activation: str | None = "silu", sequences: int = 0, states: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    source: str,
+    shape: Shape,
+    layout: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    width: int = 4,
+    activation: str | None = "silu",
+    sequences: int = 0,
+    states: bool = False,
+) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
         batch, dim, length = shape
         x = make_x(shape, layout, dtype, device, generator)
-        weight, bias = normal((dim, width), dtype, device, generator), normal((dim,), dtype, device, generator)
-        ends = torch.arange(sequences + 1, device=device, dtype=torch.int32) * length // sequences if sequences else None
+        weight, bias = (
+            normal((dim, width), dtype, device, generator),
+            normal((dim,), dtype, device, generator),
+        )
+        ends = (
+            torch.arange(sequences + 1, device=device, dtype=torch.int32) * length // sequences
+            if sequences
+            else None
+        )
         initial = normal((sequences or batch, dim, width - 1), dtype, device, generator) if states else None
         return x, weight, bias, activation, None, ends, initial, states
 
     return Case(f"{name} {'x'.join(map(str, shape))} {layout}", source, dtype, make)
 
 
-MAMBA, MAMBA2, DELTA = "Mamba, state-spaces/mamba", "Mamba-2, state-spaces/mamba", "Gated DeltaNet, Qwen3-Next"
+MAMBA, MAMBA2, DELTA = (
+    "Mamba, state-spaces/mamba",
+    "Mamba-2, state-spaces/mamba",
+    "Gated DeltaNet, Qwen3-Next",
+)
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 CALLS = [
@@ -57,7 +80,10 @@ CALLS = [
     *(case("training", "Mamba 130m to 370m", (32, 1536, 2048), layout) for layout in (FIRST, LAST)),
     *(case("long prompt", MAMBA2, (1, 8192, 65536), layout) for layout in (FIRST, LAST)),
     *(case("prompt", "Mamba 2.8b", (1, 5120, 8192), layout) for layout in (FIRST, LAST)),
-    *(case("few channels", "long sequences: genomes, audio", (1, 256, 262144), layout) for layout in (FIRST, LAST)),
+    *(
+        case("few channels", "long sequences: genomes, audio", (1, 256, 262144), layout)
+        for layout in (FIRST, LAST)
+    ),
     *(case("short rows", "many short sequences", (64, 2048, 64), layout) for layout in (FIRST, LAST)),
     case("projection", MAMBA2, (8, 4096, 4096), SPLIT),
     case("projection", DELTA, (1, 8192, 8192), SPLIT),
@@ -70,12 +96,14 @@ CALLS = [
         for dtype in (FP32, BF16)
         for layout in (FIRST, LAST)
     ),
-]  # fmt: skip
+]
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *rest: Any) -> Tensor:
     """What models fall back to: a padded grouped convolution. It knows no packing and no states."""
-    y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])[..., : x.shape[2]]
+    y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])[
+        ..., : x.shape[2]
+    ]
     return F.silu(y) if activation == "silu" else y
 
 
@@ -97,12 +125,20 @@ def copy(x: Tensor, *rest: Any) -> Tensor:
 BOUNDS = {"copy": copy}
 
 # float64 has no routes; the others are what models use, filters in the same dtype or in float32.
-KINDS = ((FP32, FP32), (BF16, BF16), (FP16, FP16), (BF16, FP32), (FP16, FP32), (FP32, BF16), (torch.float64, torch.float64))
+KINDS = (
+    (FP32, FP32),
+    (BF16, BF16),
+    (FP16, FP16),
+    (BF16, FP32),
+    (FP16, FP32),
+    (FP32, BF16),
+    (torch.float64, torch.float64),
+)
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small, with exact sums: layouts, widths, dtypes, packings, states, sequences shorter than the width. Mostly without
-    activation, which nothing but the same formula gives bit for bit."""
+    """Any valid call, small, with exact sums: layouts, widths, dtypes, packings, states, sequences shorter
+    than the width. Mostly without activation, which nothing but the same formula gives bit for bit."""
     dtype, weight_dtype = draw.choice(KINDS)
     batch, dim, width = (
         draw.choice((1, 1, 2, 3)),
@@ -116,7 +152,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     if packing == "seq_idx":
         runs = [draw.choice((-1, 0, 1, 2)) for _ in range(batch * length // 3 + 1)]
         flat = [runs[i // 3] for i in range(batch * length)]
-        seq_idx = torch.tensor(flat, dtype=draw.choice((torch.int32, torch.int64)), device=device).reshape(batch, length)
+        seq_idx = torch.tensor(flat, dtype=draw.choice((torch.int32, torch.int64)), device=device).reshape(
+            batch, length
+        )
     elif packing == "cu_seqlens":
         batch, sequences = 1, draw.choice((1, 2, 4))
         cuts = sorted(draw.randint(0, length) for _ in range(sequences - 1))
@@ -126,7 +164,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
         x = small_integers(draw, (batch, length, dim), dtype, device).transpose(1, 2)
     weight = small_integers(draw, (dim, width), weight_dtype, device)
     bias = small_integers(draw, (dim,), weight_dtype, device) if draw.random() < 0.5 else None
-    initial = small_integers(draw, (sequences, dim, width - 1), dtype, device) if draw.random() < 0.4 else None
+    initial = (
+        small_integers(draw, (sequences, dim, width - 1), dtype, device) if draw.random() < 0.4 else None
+    )
     return x, weight, bias, None, seq_idx, cu_seqlens, initial, draw.random() < 0.4
 
 

@@ -17,9 +17,14 @@ ACTIVATIONS = (None, "silu")
 
 
 def check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial_states: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 3:
         raise ValueError(f"x is {list(x.shape)}, it needs to be [batch, channels, length]")
@@ -33,16 +38,26 @@ def check(
     sequences = batch
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}, it needs to be [sequences + 1] with at least one sequence")
+            raise ValueError(
+                f"cu_seqlens is {list(cu_seqlens.shape)}, "
+                "it needs to be [sequences + 1] with at least one sequence"
+            )
         if batch != 1:
             raise ValueError(f"x has batch {batch} and cu_seqlens is given, packed sequences need batch 1")
         _integers("cu_seqlens", cu_seqlens, x)
         sequences = cu_seqlens.shape[0] - 1
     if initial_states is not None:
-        _shape("initial_states", initial_states, (sequences, dim, weight.shape[1] - 1), "[sequences, channels, width - 1]")
+        _shape(
+            "initial_states",
+            initial_states,
+            (sequences, dim, weight.shape[1] - 1),
+            "[sequences, channels, width - 1]",
+        )
         _device("initial_states", initial_states, x)
         if initial_states.dtype != x.dtype:
-            raise ValueError(f"initial_states are {plain(initial_states.dtype)}, they need x's dtype {plain(x.dtype)}")
+            raise ValueError(
+                f"initial_states are {plain(initial_states.dtype)}, they need x's dtype {plain(x.dtype)}"
+            )
 
 
 def check_filter(x: Tensor, dim: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
@@ -50,7 +65,10 @@ def check_filter(x: Tensor, dim: int, weight: Tensor, bias: Tensor | None, activ
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, it needs to be None or 'silu'")
     if weight.dim() != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
-        raise ValueError(f"weight is {list(weight.shape)}, it needs to be [channels, width] with {dim} channels and a width of at least 1")
+        raise ValueError(
+            f"weight is {list(weight.shape)}, "
+            f"it needs to be [channels, width] with {dim} channels and a width of at least 1"
+        )
     if bias is not None:
         _shape("bias", bias, (dim,), "[channels]")
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):

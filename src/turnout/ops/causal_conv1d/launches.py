@@ -28,13 +28,19 @@ def dense_strides(shape: Sequence[int], last: bool) -> tuple[int, int, int]:
 
 
 def steps(x: Tensor, along: int) -> tuple[int, ...]:
-    """What every vector along an axis of x must divide: its size, and the strides that lead from one row to another."""
+    """What every vector along an axis of x must divide: its size, and the strides that lead from one row to
+    another.
+    """
     return (x.shape[along], *(x.stride(axis) for axis in range(3) if axis != along and x.shape[axis] > 1))
 
 
 def widest(most: int, *walks: tuple[Tensor, Iterable[int]]) -> int:
-    """The widest vector, in elements and a power of two, that divides every number given with a tensor and the place it starts at."""
-    while most > 1 and any(t.data_ptr() % (most * t.element_size()) or any(n % most for n in numbers) for t, numbers in walks):
+    """The widest vector, in elements and a power of two, that divides every number given with a tensor and
+    the place it starts at.
+    """
+    while most > 1 and any(
+        t.data_ptr() % (most * t.element_size()) or any(n % most for n in numbers) for t, numbers in walks
+    ):
         most //= 2
     return most
 
@@ -51,8 +57,10 @@ def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
 
 def segments(
     seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int
-) -> tuple[Tensor | None, tuple[Launch, ...]]:  # fmt: skip
-    """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills it."""
+) -> tuple[Tensor | None, tuple[Launch, ...]]:
+    """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills
+    it.
+    """
     from turnout.ops.causal_conv1d.kernels import segments as kernel
 
     if cu_seqlens is None:
@@ -64,7 +72,15 @@ def segments(
 
 
 def rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool, channels: int, vectors: int, warps: int
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seg: Tensor | None,
+    y: Tensor,
+    silu: bool,
+    channels: int,
+    vectors: int,
+    warps: int,
 ) -> Launch:
     from turnout.ops.causal_conv1d.kernels import rows as kernel
 
@@ -85,35 +101,66 @@ def rows(
 
 
 def cols(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool,
-    groups: int, rows: int, steps: int, channels: int, warps: int,
-) -> Launch:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seg: Tensor | None,
+    y: Tensor,
+    silu: bool,
+    groups: int,
+    rows: int,
+    steps: int,
+    channels: int,
+    warps: int,
+) -> Launch:
     from turnout.ops.causal_conv1d.kernels import cols as kernel
 
     batch, dim, length = x.shape
     programs = batch * ceil_div(dim, channels) * ceil_div(length, groups * rows * steps)
     numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), y.stride(0), y.stride(2))
     constants = {
-        "W": weight.shape[1], "V": vector_of(1, None, x, y), "G": groups, "T": rows, "STEPS": steps, "BD": channels,
-        "BIAS": bias is not None, "SILU": silu, "SEG": seg is not None,
-    }  # fmt: skip
+        "W": weight.shape[1],
+        "V": vector_of(1, None, x, y),
+        "G": groups,
+        "T": rows,
+        "STEPS": steps,
+        "BD": channels,
+        "BIAS": bias is not None,
+        "SILU": silu,
+        "SEG": seg is not None,
+    }
     return Launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps)
 
 
 def edges(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial: Tensor | None,
-    y: Tensor, final: Tensor | None, silu: bool,
-) -> Launch:  # fmt: skip
-    """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states that are left."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial: Tensor | None,
+    y: Tensor,
+    final: Tensor | None,
+    silu: bool,
+) -> Launch:
+    """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states
+    that are left.
+    """
     from turnout.ops.causal_conv1d.kernels import edges as kernel
 
     batch, dim, length = x.shape
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     numbers = (dim, length, *x.stride(), *weight.stride(), *y.stride(), *strides(initial), *strides(final))
     constants = {
-        "W": weight.shape[1], "BD": 128, "BIAS": bias is not None, "SILU": silu, "SEG": seq_idx is not None,
-        "PACKED": cu_seqlens is not None, "INIT": initial is not None, "FINAL": final is not None,
-    }  # fmt: skip
+        "W": weight.shape[1],
+        "BD": 128,
+        "BIAS": bias is not None,
+        "SILU": silu,
+        "SEG": seq_idx is not None,
+        "PACKED": cu_seqlens is not None,
+        "INIT": initial is not None,
+        "FINAL": final is not None,
+    }
     tensors = (x, weight, bias, seq_idx, cu_seqlens, initial, y, final)
     return Launch(kernel, sequences * ceil_div(dim, 128), tensors, numbers, constants, 4)
 

@@ -18,7 +18,7 @@ from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-WIDEST = 32  # taps are written out in the Triton kernels; more than these compile slowly and are not one short convolution any more
+WIDEST = 32  # taps: the Triton kernels write out each one, so more of them compile slowly
 LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offsets have 64
 
 
@@ -67,13 +67,17 @@ def refuses_cpu_cols(problem: CausalConv1d, device: Device) -> Iterator[str]:
     yield from needs_layout(problem, "channel-last")
 
 
-# Costs, in seconds: bytes at a share of the bandwidth. GPU shares are what the probes of this kernel reached on an H200, CPU times were
-# measured on two cores (see NOTES.md).
+# Costs, in seconds: bytes at a share of the bandwidth. GPU shares are what the probes of this kernel reached
+# on an H200, CPU times were measured on two cores (see NOTES.md).
 
 
 def launches_of(problem: CausalConv1d) -> int:
     """The main kernel, one that numbers packed sequences, one for states."""
-    return 1 + (problem.sequences > 0) + ((problem.initial_states or problem.return_final_states) and problem.width > 1)
+    return (
+        1
+        + (problem.sequences > 0)
+        + ((problem.initial_states or problem.return_final_states) and problem.width > 1)
+    )
 
 
 def gpu_cost(layout: str) -> Callable[[CausalConv1d, Device], float | None]:
@@ -91,7 +95,9 @@ def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d.kernels")
-    each = fitted.element_tap * problem.width + (fitted.element_silu if problem.activation else fitted.element)
+    each = fitted.element_tap * problem.width + (
+        fitted.element_silu if problem.activation else fitted.element
+    )
     each += fitted.element_packed if problem.seq_idx else 0
     return fitted.start + problem.elements * each / device.cores
 
@@ -111,7 +117,10 @@ def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
 def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
     """The vector that the kernel will have if the tensors start at a multiple of 16 bytes."""
     sizes = (problem.batch, problem.dim, problem.length)
-    numbers = [sizes[along], *(stride for axis, stride in enumerate(problem.strides) if axis != along and sizes[axis] > 1)]
+    numbers = [
+        sizes[along],
+        *(stride for axis, stride in enumerate(problem.strides) if axis != along and sizes[axis] > 1),
+    ]
     vector = launches.VECTOR_BYTES // problem.dtype.itemsize
     while vector > 1 and any(n % vector for n in numbers):
         vector //= 2
@@ -120,13 +129,18 @@ def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
 
 def rows_tiles(problem: CausalConv1d, vector: int, most: int) -> list[Config]:
     """Long rows take a program several times; short rows share one."""
-    across = min(most, power_of_two(max(2, ceil_div(problem.length, vector))))  # Triton 3.7 cannot analyse a tile one element wide
+    across = min(
+        most, power_of_two(max(2, ceil_div(problem.length, vector)))
+    )  # Triton 3.7 cannot analyse a tile one element wide
     if across > 256:
         return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": across, "warps": 8}]
     if across == 256:
         return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": 256, "warps": 2}]
     tall = power_of_two(problem.dim)
-    return [{"channels": max(1, min(tall, lanes // across)), "vectors": across, "warps": 4} for lanes in (256, 512)]
+    return [
+        {"channels": max(1, min(tall, lanes // across)), "vectors": across, "warps": 4}
+        for lanes in (256, 512)
+    ]
 
 
 def channel_first_configs(problem: CausalConv1d, device: Device) -> list[Config]:
@@ -138,23 +152,32 @@ def strided_configs(problem: CausalConv1d, device: Device) -> list[Config]:
 
 
 def cols_shape(problem: CausalConv1d) -> tuple[int, int]:
-    """Channels and groups of rows of one program: 1024 lanes, which is a vector of 8 for each of 128 threads."""
+    """Channels and groups of rows of one program: 1024 lanes, a vector of 8 for each of 128 threads."""
     channels = min(256, power_of_two(problem.dim))
     return channels, min(32, 1024 // channels)
 
 
 def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
     channels, groups = cols_shape(problem)
-    return [{"groups": groups, "rows": rows, "steps": 1, "channels": channels, "warps": 4} for rows in (16, 12, 8)]
+    return [
+        {"groups": groups, "rows": rows, "steps": 1, "channels": channels, "warps": 4} for rows in (16, 12, 8)
+    ]
 
 
 # Routes on a GPU
 
 
 def with_states(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
+) -> LaunchPlan:
     """The main kernel, then what happens at the ends of sequences."""
     y = empty_dense(x, channel_last(x))
     bias = None if bias is None else bias.contiguous()
@@ -167,7 +190,9 @@ def with_states(
     if (initial_states is not None or return_final_states) and weight.shape[1] > 1:
         own = None if cu_seqlens is not None else seg
         left = final if return_final_states else None
-        every.append(launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu"))
+        every.append(
+            launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu")
+        )
     return LaunchPlan(tuple(every), (y, final), (Workspace(seg),) if seg is not None and fill else ())
 
 
@@ -175,15 +200,22 @@ def with_states(
 ALONG_ROWS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("rows", "edges", "segments")]
 DOWN_COLUMNS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("cols", "edges", "segments")]
 ON_CPU: Any = {
-    "numerics": "close", "version": 1,
+    "numerics": "close",
+    "version": 1,
     "kernels": [f"turnout.ops.causal_conv1d.cpu_kernels:{name}" for name in ("rows", "cols", "finals")],
-}  # fmt: skip
+}
 
 
 @CAUSAL_CONV1D.route(
-    "strided", refuses=refuses_on_gpu, cost=gpu_cost("strided"), configs=strided_configs, prepare=prepare_from_plan,
-    numerics="close", version=1, kernels=ALONG_ROWS,
-)  # fmt: skip
+    "strided",
+    refuses=refuses_on_gpu,
+    cost=gpu_cost("strided"),
+    configs=strided_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=ALONG_ROWS,
+)
 @CAUSAL_CONV1D.route(
     "channel-first",
     refuses=refuses_channel_first,
@@ -196,13 +228,25 @@ ON_CPU: Any = {
 )
 @runs_plan
 def along_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, *, channels: int = 1, vectors: int = 256, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    channels: int = 1,
+    vectors: int = 256,
+    warps: int = 4,
+) -> LaunchPlan:
     def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
         return launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
 
-    return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
+    return with_states(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main
+    )
 
 
 @CAUSAL_CONV1D.route(
@@ -217,24 +261,48 @@ def along_rows(
 )
 @runs_plan
 def down_columns(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-    *, groups: int = 4, rows: int = 8, steps: int = 1, channels: int = 256, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    groups: int = 4,
+    rows: int = 8,
+    steps: int = 1,
+    channels: int = 256,
+    warps: int = 4,
+) -> LaunchPlan:
     def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
-        return launches.cols(x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps)
+        return launches.cols(
+            x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps
+        )
 
-    return with_states(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main)
+    return with_states(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main
+    )
 
 
 # Routes on a CPU
 
 
 def on_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, columns: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it is."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor]:
+    """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it
+    is.
+    """
     import numpy as np
 
     from turnout.ops.threads import import_uninterrupted, in_shares
@@ -264,7 +332,21 @@ def on_cpu(
         in_shares(functools.partial(cpu_kernels.cols, source, x_at, *block), blocks.shape[0])
     else:
         taps = array(taps.contiguous())
-        row = (x.stride(1), x.stride(2), taps, shift, marks, states, into, y_at, y.stride(1), y.stride(2), sizes, length, *has)
+        row = (
+            x.stride(1),
+            x.stride(2),
+            taps,
+            shift,
+            marks,
+            states,
+            into,
+            y_at,
+            y.stride(1),
+            y.stride(2),
+            sizes,
+            length,
+            *has,
+        )
         in_shares(functools.partial(cpu_kernels.rows, source, x_at, *row), sizes.size * dim)
     final = x.new_empty(0)
     if return_final_states:
@@ -277,15 +359,31 @@ def on_cpu(
 
 @CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, **ON_CPU)
 def cpu_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return on_cpu(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    return on_cpu(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False
+    )
 
 
 @CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, **ON_CPU)
 def cpu_cols(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return on_cpu(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=True)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
+    return on_cpu(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=True
+    )

@@ -24,21 +24,40 @@ class CausalConv1dBackward(NamedTuple):
 
     @staticmethod
     def of(
-        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1dBackward:  # fmt: skip
-        call = CausalConv1d.of(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+        grad: Tensor,
+        grad_final: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1dBackward:
+        call = CausalConv1d.of(
+            x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+        )
         return CausalConv1dBackward(call, grad.stride())
 
 
 def reference(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The vector-Jacobian product of the forward reference: gradients of x, weight, bias and initial_states, empty where there is none.
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The vector-Jacobian product of the forward reference: gradients of x, weight, bias and initial_states,
+    empty where there is none.
 
-    grad is y's gradient, grad_final that of the final states, empty where they were not asked for. Written out, because torch.func does not
-    work inside the fake kernel of an op, and this is that kernel too.
+    grad is y's gradient, grad_final that of the final states, empty where they were not asked for. Written
+    out, because torch.func does not work inside the fake kernel of an op, and this is that kernel too.
     """
     check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
     seen = Seen.of(x, weight, seq_idx, cu_seqlens, initial_states)
@@ -60,11 +79,18 @@ def reference(
         dbias = grad.sum((0, 2)).to(bias.dtype)
     if initial_states is not None:
         dinitial = fresh((dline[..., : seen.reach] if dstates is None else dstates).to(x.dtype))
-    return dense(dline[..., seen.reach :].to(x.dtype), channel_last(x)), fresh(dweight.to(weight.dtype)), dbias, dinitial
+    return (
+        dense(dline[..., seen.reach :].to(x.dtype), channel_last(x)),
+        fresh(dweight.to(weight.dtype)),
+        dbias,
+        dinitial,
+    )
 
 
 def _through_taps(seen: Seen, grad: Tensor, taps: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the line, and of the states where these are not part of it: each tap hands its share to what it saw."""
+    """Gradients of the line, and of the states where these are not part of it: each tap hands its share to
+    what it saw.
+    """
     dline, dstates = torch.zeros_like(seen.line), None
     packed_states = seen.states if seen.cu_seqlens is not None else None
     if packed_states is not None:
@@ -76,19 +102,28 @@ def _through_taps(seen: Seen, grad: Tensor, taps: Tensor) -> tuple[Tensor, Tenso
         if own is not None and dstates is not None and seen.reach:
             sequence, place = seen.place(k)
             rest = torch.where(own, 0.0, share)[0].t()  # [length, dim]
-            flat = torch.zeros_like(dstates).transpose(1, 2).reshape(-1, rest.shape[1]).index_add(0, sequence * seen.reach + place, rest)
+            flat = (
+                torch.zeros_like(dstates)
+                .transpose(1, 2)
+                .reshape(-1, rest.shape[1])
+                .index_add(0, sequence * seen.reach + place, rest)
+            )
             dstates = dstates + flat.view(-1, seen.reach, rest.shape[1]).transpose(1, 2)
     return dline, dstates
 
 
-def _through_finals(seen: Seen, grad: Tensor, dline: Tensor, dstates: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _through_finals(
+    seen: Seen, grad: Tensor, dline: Tensor, dstates: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The same for the states that are left."""
     if seen.cu_seqlens is None:
         kept = grad if seen.marks is None else torch.where(seen.last(seen.marks), grad, 0.0)
         return dline + F.pad(kept, (seen.length, 0)), dstates
     at, since = seen.ends()
     inside = (since >= 0)[:, None]
-    kept = torch.where(inside, grad, 0.0).transpose(0, 1).reshape(1, grad.shape[1], -1)  # [1, dim, sequences * reach]
+    kept = (
+        torch.where(inside, grad, 0.0).transpose(0, 1).reshape(1, grad.shape[1], -1)
+    )  # [1, dim, sequences * reach]
     dline = dline.index_add(2, (at + seen.reach).clamp(0, dline.shape[2] - 1).view(-1), kept)
     if dstates is not None:
         place = (since + seen.reach).clamp(0, seen.reach - 1)[:, None].expand(grad.shape)
@@ -115,6 +150,12 @@ def reference_cost(problem: CausalConv1dBackward, device: Device) -> float | Non
 
 
 CAUSAL_CONV1D_BACKWARD = Op(
-    "causal_conv1d_backward", reference, problem_type=CausalConv1dBackward, cost=reference_cost, work=work,
-    cases="turnout.ops.causal_conv1d_backward.cases", family=family, autocast="ignore",
-)  # fmt: skip
+    "causal_conv1d_backward",
+    reference,
+    problem_type=CausalConv1dBackward,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d_backward.cases",
+    family=family,
+    autocast="ignore",
+)

@@ -45,7 +45,15 @@ CALLS = [
 ]
 
 
-def eager(grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *rest: Any) -> Any:
+def eager(
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    *rest: Any,
+) -> Any:
     """Backward through the padded grouped convolution, the forward of which is part of the time."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
     with torch.enable_grad():
@@ -60,7 +68,11 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     """The backward of any valid call with a gradient of small integers."""
     args = arguments(*cases.random_call(draw, device))
     y, final = reference(*args)
-    return small_integers(draw, tuple(y.shape), y.dtype, device), small_integers(draw, tuple(final.shape), y.dtype, device), *args
+    return (
+        small_integers(draw, tuple(y.shape), y.dtype, device),
+        small_integers(draw, tuple(final.shape), y.dtype, device),
+        *args,
+    )
 
 
 CASES = Cases(CALLS, random_call, peers=PEERS, ordinary=("weight",))

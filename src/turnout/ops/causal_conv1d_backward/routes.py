@@ -1,4 +1,6 @@
-"""The routes of causal_conv1d_backward: one kernel a layout, which leaves sums for dweight and dbias, and one that adds these up."""
+"""The routes of causal_conv1d_backward: one kernel a layout, which leaves sums for dweight and dbias, and one
+that adds these up.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def gpu_cost(layout: str) -> Any:
         if moving is None or device.type != "cuda":
             return None
         fitted = device.fitted("causal_conv1d_backward.kernels")
-        return max(fitted.host * (1 + forward.launches_of(problem.call)), fitted.start + moving / getattr(fitted, layout))
+        return max(
+            fitted.host * (1 + forward.launches_of(problem.call)),
+            fitted.start + moving / getattr(fitted, layout),
+        )
 
     return seconds
 
@@ -58,12 +63,16 @@ def strided_configs(problem: CausalConv1dBackward, device: Device) -> list[Confi
 
 
 def cols_configs(problem: CausalConv1dBackward, device: Device) -> list[Config]:
-    """A group walks width - 1 rows further than it owns, so it walks long where there are rows enough to fill the card."""
+    """A group walks width - 1 rows further than it owns, so it walks long where there are rows enough to fill
+    the card.
+    """
     channels, groups = forward.cols_shape(problem.call)
     channels = min(128, channels)
     rows = ceil_div(problem.call.length, groups)
     walks = [steps for steps in (16, 8, 4) if 4 * steps <= max(rows, 16)]
-    return [{"groups": groups, "rows": 4, "steps": steps, "channels": channels, "warps": 4} for steps in walks]
+    return [
+        {"groups": groups, "rows": 4, "steps": steps, "channels": channels, "warps": 4} for steps in walks
+    ]
 
 
 # Running
@@ -86,9 +95,17 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(
-        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> Call:  # fmt: skip
+        grad: Tensor,
+        grad_final: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> Call:
         last, ends = channel_last(x), weight.shape[1] > 1
         if last and grad.stride(1) != 1:
             grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
@@ -96,10 +113,18 @@ class Call(NamedTuple):
         for launch in fill:
             start(launch)
         return Call(
-            grad, grad_final if return_final_states and ends else None, x, weight,
-            None if bias is None else bias.contiguous(), activation == "silu",
-            None if seq_idx is None else seg, cu_seqlens, initial_states if ends else None, seg, empty_dense(x, last),
-        )  # fmt: skip
+            grad,
+            grad_final if return_final_states and ends else None,
+            x,
+            weight,
+            None if bias is None else bias.contiguous(),
+            activation == "silu",
+            None if seq_idx is None else seg,
+            cu_seqlens,
+            initial_states if ends else None,
+            seg,
+            empty_dense(x, last),
+        )
 
     @property
     def sequences(self) -> int:
@@ -107,38 +132,78 @@ class Call(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Whose first outputs see initial states: nobody's, those of batch rows, those of packed sequences."""
+        """Which first outputs see initial states: none, those of batch rows or those of packed sequences."""
         return 0 if self.initial is None else 1 if self.cu_seqlens is None else 2
 
     def parts(self, tiles: int) -> Tensor:
-        """Room for the sums of every program and, after them, of every sequence whose head is left to `edges_back`."""
+        """Room for the sums of every program and, after them, of every sequence whose head is left to
+        `edges_back`.
+        """
         count = self.x.shape[0] * tiles + (self.sequences if self.heads else 0)
-        return torch.empty(count, self.weight.shape[1] + 1, self.x.shape[1], dtype=torch.float32, device=self.x.device)
+        return torch.empty(
+            count, self.weight.shape[1] + 1, self.x.shape[1], dtype=torch.float32, device=self.x.device
+        )
 
     @property
     def flags(self) -> dict[str, Any]:
-        return {"BIAS": self.bias is not None, "SILU": self.silu, "SEG": self.seg is not None, "HEADS": self.heads}
+        return {
+            "BIAS": self.bias is not None,
+            "SILU": self.silu,
+            "SEG": self.seg is not None,
+            "HEADS": self.heads,
+        }
 
 
-def finish(call: Call, part: Tensor, main: int, initial_states: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def finish(
+    call: Call, part: Tensor, main: int, initial_states: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """After the main kernel, which left `main` sums: the ends of sequences, then the sums of sums."""
     from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import edges_back, fold
 
     x, weight, bias = call.x, call.weight, call.bias
     (_, dim, length), width = x.shape, weight.shape[1]
-    dinitial = x.new_empty(0) if initial_states is None else torch.empty(initial_states.shape, dtype=x.dtype, device=x.device)
+    dinitial = (
+        x.new_empty(0)
+        if initial_states is None
+        else torch.empty(initial_states.shape, dtype=x.dtype, device=x.device)
+    )
     if call.initial is not None or call.grad_final is not None:
         left = dinitial if call.initial is not None else None
-        tensors = (x, weight, bias, call.seq_idx, call.cu_seqlens, call.initial, call.grad, call.grad_final, call.dx, left, part[main:])
+        tensors = (
+            x,
+            weight,
+            bias,
+            call.seq_idx,
+            call.cu_seqlens,
+            call.initial,
+            call.grad,
+            call.grad_final,
+            call.dx,
+            left,
+            part[main:],
+        )
         numbers = (
-            dim, length, *x.stride(), *weight.stride(), *strides(call.initial), *call.grad.stride(), *strides(call.grad_final),
-            *call.dx.stride(), *strides(left),
-        )  # fmt: skip
+            dim,
+            length,
+            *x.stride(),
+            *weight.stride(),
+            *strides(call.initial),
+            *call.grad.stride(),
+            *strides(call.grad_final),
+            *call.dx.stride(),
+            *strides(left),
+        )
         constants = {
-            "W": width, "BD": 128, "BIAS": bias is not None, "SILU": call.silu, "SEG": call.seq_idx is not None,
-            "PACKED": call.cu_seqlens is not None, "INIT": call.initial is not None, "FINAL": call.grad_final is not None,
-        }  # fmt: skip
+            "W": width,
+            "BD": 128,
+            "BIAS": bias is not None,
+            "SILU": call.silu,
+            "SEG": call.seq_idx is not None,
+            "PACKED": call.cu_seqlens is not None,
+            "INIT": call.initial is not None,
+            "FINAL": call.grad_final is not None,
+        }
         launch(edges_back, call.sequences * ceil_div(dim, 128), tensors, numbers, constants, warps=4)
     dweight = torch.empty(dim, width, dtype=weight.dtype, device=x.device)
     dbias = x.new_empty(0) if bias is None else torch.empty(dim, dtype=bias.dtype, device=x.device)
@@ -155,7 +220,13 @@ DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
 
 
 @CAUSAL_CONV1D_BACKWARD.route(
-    "strided", refuses=refuses_strided, cost=gpu_cost("strided"), configs=strided_configs, numerics="close", version=1, kernels=ALONG_ROWS
+    "strided",
+    refuses=refuses_strided,
+    cost=gpu_cost("strided"),
+    configs=strided_configs,
+    numerics="close",
+    version=1,
+    kernels=ALONG_ROWS,
 )
 @CAUSAL_CONV1D_BACKWARD.route(
     "channel-first",
@@ -167,14 +238,36 @@ DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
     kernels=ALONG_ROWS,
 )
 def along_rows(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    *, channels: int = 1, vectors: int = 256, warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    channels: int = 1,
+    vectors: int = 256,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import rows_back
 
-    call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    call = Call.of(
+        grad,
+        grad_final,
+        x,
+        weight,
+        bias,
+        activation,
+        seq_idx,
+        cu_seqlens,
+        initial_states,
+        return_final_states,
+    )
     batch, dim, length = x.shape
     vector = vector_of(2, call.seg, x, call.grad, call.dx)
     tiles = ceil_div(length, vectors * vector)
@@ -182,7 +275,14 @@ def along_rows(
     numbers = (dim, length, *x.stride(), *weight.stride(), *call.grad.stride(), *call.dx.stride())
     constants = {"W": weight.shape[1], "V": vector, "BR": channels, "BV": vectors, **call.flags}
     programs = batch * tiles * ceil_div(dim, channels)
-    launch(rows_back, programs, (x, weight, call.bias, call.seg, call.grad, call.dx, part), numbers, constants, warps=warps)
+    launch(
+        rows_back,
+        programs,
+        (x, weight, call.bias, call.seg, call.grad, call.dx, part),
+        numbers,
+        constants,
+        warps=warps,
+    )
     return finish(call, part, batch * tiles, initial_states)
 
 
@@ -196,14 +296,38 @@ def along_rows(
     kernels=DOWN_COLUMNS,
 )
 def down_columns(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    *, groups: int = 4, rows: int = 4, steps: int = 16, channels: int = 128, warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    groups: int = 4,
+    rows: int = 4,
+    steps: int = 16,
+    channels: int = 128,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import cols_back
 
-    call = Call.of(grad, grad_final, x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    call = Call.of(
+        grad,
+        grad_final,
+        x,
+        weight,
+        bias,
+        activation,
+        seq_idx,
+        cu_seqlens,
+        initial_states,
+        return_final_states,
+    )
     (batch, dim, length), width = x.shape, weight.shape[1]
     steps = max(steps, ceil_div(width, rows))  # a walk must own at least one row
     tiles = ceil_div(length, groups * (rows * steps - (width - 1)))
@@ -211,8 +335,21 @@ def down_columns(
     pairs = (n for t in (call.grad, call.dx) for n in (t.stride(0), t.stride(2)))
     numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), *pairs)
     constants = {
-        "W": width, "V": vector_of(1, None, x, call.grad, call.dx), "G": groups, "T": rows, "STEPS": steps, "BD": channels, **call.flags,
-    }  # fmt: skip
+        "W": width,
+        "V": vector_of(1, None, x, call.grad, call.dx),
+        "G": groups,
+        "T": rows,
+        "STEPS": steps,
+        "BD": channels,
+        **call.flags,
+    }
     programs = batch * tiles * ceil_div(dim, channels)
-    launch(cols_back, programs, (x, weight, call.bias, call.seg, call.grad, call.dx, part), numbers, constants, warps=warps)
+    launch(
+        cols_back,
+        programs,
+        (x, weight, call.bias, call.seg, call.grad, call.dx, part),
+        numbers,
+        constants,
+        warps=warps,
+    )
     return finish(call, part, batch * tiles, initial_states)

@@ -1,4 +1,6 @@
-"""Real steps of decoding: one position of each sequence, states of four positions, as Mamba's inference code keeps them."""
+"""Real steps of decoding: one position of each sequence, states of four positions, as Mamba's inference code
+keeps them.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,28 @@ from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
 def case(
-    name: str, source: str, batch: int, dim: int, dtype: torch.dtype, *, size: int = 4, width: int = 4, length: int = 0, pool: int = 0
+    name: str,
+    source: str,
+    batch: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    size: int = 4,
+    width: int = 4,
+    length: int = 0,
+    pool: int = 0,
 ) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
         x = normal((batch, dim, length) if length else (batch, dim), dtype, device, generator)
         state = normal((pool or batch, dim, size), dtype, device, generator)
-        weight, bias = normal((dim, width), dtype, device, generator), normal((dim,), dtype, device, generator)
-        slots = torch.randperm(pool, device=device, generator=generator)[:batch].to(torch.int32) if pool else None
+        weight, bias = (
+            normal((dim, width), dtype, device, generator),
+            normal((dim,), dtype, device, generator),
+        )
+        slots = (
+            torch.randperm(pool, device=device, generator=generator)[:batch].to(torch.int32) if pool else None
+        )
         return x, state, weight, bias, "silu", None, slots
 
     return Case(f"{name} {batch}x{dim} state {size}", source, dtype, make)
@@ -45,7 +61,13 @@ CALLS = [
 
 
 def eager(
-    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, lengths: Any, slots: Tensor | None
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    lengths: Any,
+    slots: Tensor | None,
 ) -> Tensor:
     """What models fall back to: roll the state, one weighted sum."""
     new = x if x.dim() == 3 else x[..., None]
@@ -61,13 +83,21 @@ def eager(
 
 
 PEERS = {"torch": eager, "torch.compile": compiled(eager)}
-BOUNDS = {"graph replay": replayed(CAUSAL_CONV1D_UPDATE)}  # a step is all launch until hundreds of sequences take it
+BOUNDS = {
+    "graph replay": replayed(CAUSAL_CONV1D_UPDATE)
+}  # a step is all launch until hundreds of sequences take it
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid step, small, with exact sums: with and without an axis of positions, rings, slots with padding, longer states."""
+    """Any valid step, small, with exact sums: with and without an axis of positions, rings, slots with
+    padding, longer states.
+    """
     dtype, weight_dtype = draw.choice(KINDS)
-    batch, dim, width = draw.choice((1, 2, 3)), draw.choice((1, 3, 8, 17, 40)), draw.choice((1, 2, 3, 4, 4, 4, 5, 9))
+    batch, dim, width = (
+        draw.choice((1, 2, 3)),
+        draw.choice((1, 3, 8, 17, 40)),
+        draw.choice((1, 2, 3, 4, 4, 4, 5, 9)),
+    )
     size = width - 1 + draw.choice((0, 1, 1, 4))
     length = draw.choice((0, 0, 1, 2, 5, 12))
     shape = (batch, dim, length) if length else (batch, dim)

@@ -22,7 +22,9 @@ PAD_MODES = ("zeros", "replicate")
 
 
 class CausalConv3d(NamedTuple):
-    """Everything that may change the answer or the speed of one causal convolution: that of the input with the frames before it."""
+    """Everything that may change the answer or the speed of one causal convolution: that of the input with
+    the frames before it.
+    """
 
     convolution: Conv3d
     cache: Beside | None
@@ -30,9 +32,17 @@ class CausalConv3d(NamedTuple):
 
     @staticmethod
     def of(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, pad_mode: str, residual: Tensor | None,
-    ) -> CausalConv3d:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        pad_mode: str,
+        residual: Tensor | None,
+    ) -> CausalConv3d:
         same = Conv3d.of(input, weight, bias, stride, [0, *padding], dilation, groups, residual)
         return CausalConv3d(same, Beside.of(cache), pad_mode)  # pyright: ignore[reportArgumentType]
 
@@ -52,14 +62,19 @@ class CausalConv3d(NamedTuple):
         return self.convolution._replace(input=whole, input_strides=strides)
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or unbatched."""
+        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or
+        unbatched.
+        """
         shape = self.convolution.input
         if self.cache is not None and (
             len(self.cache.shape) != 5
             or (*self.cache.shape[:2], *self.cache.shape[3:]) != (*shape[:2], *shape[3:])
             or self.cache.dtype != self.convolution.dtype
         ):
-            return f"a cache {list(self.cache.shape)}, this route needs frames like those of the input, {list(shape)}"
+            return (
+                f"a cache {list(self.cache.shape)}, "
+                f"this route needs frames like those of the input, {list(shape)}"
+            )
         if len(shape) == 5 and shape[2] < 1:
             return "no frames, this route needs at least one"
         return self.padded.invalid()
@@ -82,11 +97,21 @@ def with_frames_before(input: Tensor, cache: Tensor | None, before: int, pad_mod
 
 
 def reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
-    y = in_format(F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight))
+    y = in_format(
+        F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight)
+    )
     return with_residual(y, residual)
 
 
@@ -98,7 +123,9 @@ def vjp(inputs: tuple, grads: tuple) -> tuple:
     held = 0 if cache is None else min(cache.shape[2], before)
     whole = with_frames_before(input, cache, before, pad_mode)
     wants = input.requires_grad or (cache is not None and cache.requires_grad)
-    dwhole, dweight, dbias = convolution_backward(grad, whole, weight, bias, stride, [0, *padding], dilation, groups, wants)
+    dwhole, dweight, dbias = convolution_backward(
+        grad, whole, weight, bias, stride, [0, *padding], dilation, groups, wants
+    )
     dinput = dcache = None
     if dwhole is not None:
         dmissing, dheld, dinput = dwhole.split([before - held, held, frames], 2)
@@ -115,7 +142,10 @@ def work(problem: CausalConv3d) -> Work:
     """That of the convolution, and the cache read once; frames of padding cost nothing."""
     found = costs.work(problem.padded)
     held = 0 if problem.cache is None else min(problem.cache.shape[2], problem.before)
-    frame = prod((*problem.convolution.input[:2], *problem.convolution.input[3:])) * problem.convolution.dtype.itemsize
+    frame = (
+        prod((*problem.convolution.input[:2], *problem.convolution.input[3:]))
+        * problem.convolution.dtype.itemsize
+    )
     return found._replace(bytes=found.bytes - (problem.before - held) * frame)
 
 
@@ -124,7 +154,11 @@ def family(problem: CausalConv3d) -> tuple:
     if problem.invalid() is not None:
         return problem, 0
     same, pixels = costs.family(problem.padded)
-    cache = None if problem.cache is None else (problem.cache.shape[2], costs.layout_of(problem.cache.shape, problem.cache.strides))
+    cache = (
+        None
+        if problem.cache is None
+        else (problem.cache.shape[2], costs.layout_of(problem.cache.shape, problem.cache.strides))
+    )
     return (same, cache, problem.pad_mode), pixels
 
 
@@ -133,57 +167,116 @@ def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
     if problem.invalid() is not None:
         return None
     found = costs.reference_cost(problem.padded, device)
-    joined = costs.copying(2 * prod(problem.padded.input), problem.convolution, device) if problem.before else 0.0
+    joined = (
+        costs.copying(2 * prod(problem.padded.input), problem.convolution, device) if problem.before else 0.0
+    )
     return None if found is None else found + joined
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> tuple:
     """The reference's arguments of a public call."""
     if pad_mode not in PAD_MODES:
         raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
     if input.dim() == 4:
         input, cache, residual = (None if x is None else x.unsqueeze(0) for x in (input, cache, residual))  # pyright: ignore[reportAssignmentType]
-    return input, weight, bias, cache, spread(stride, 3), spread(padding, 2), spread(dilation, 3), groups, pad_mode, residual
+    return (
+        input,
+        weight,
+        bias,
+        cache,
+        spread(stride, 3),
+        spread(padding, 2),
+        spread(dilation, 3),
+        groups,
+        pad_mode,
+        residual,
+    )
 
 
 CAUSAL_CONV3D = Op(
-    "causal_conv3d", reference, problem_type=CausalConv3d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv3d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "causal_conv3d",
+    reference,
+    problem_type=CausalConv3d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv3d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[False] = ...,
+) -> Tensor: ...
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV3D)
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the input.
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the
+    input.
 
-    input: `[N, Cin, D, H, W]` or without N, weight: `[Cout, Cin / groups, KD, KH, KW]`, bias: `[Cout]`. `padding` is that of H and W.
-    The frames before are the last ones of `cache` `[N, Cin, frames, H, W]`; where it has too few, or there is none, they are zeros or
-    (`pad_mode="replicate"`) the first frame. Returns y, with D frames where the stride is 1.
+    input: `[N, Cin, D, H, W]` or without N, weight: `[Cout, Cin / groups, KD, KH, KW]`, bias: `[Cout]`.
+    `padding` is that of H and W. The frames before are the last ones of `cache` `[N, Cin, frames, H, W]`;
+    where it has too few, or there is none, they are zeros or (`pad_mode="replicate"`) the first frame.
+    Returns y, with D frames where the stride is 1.
 
-    A clip in chunks: with `return_cache` the frames that the next chunk needs are returned too, a view of the input where it has enough
-    of them. A view keeps all of the input alive, and what is written into it is written into the input; clone it if
-    that matters. The frames give what the whole clip gives, if every chunk but the last has a multiple of the depth
-    stride.
+    A clip in chunks: with `return_cache` the frames that the next chunk needs are returned too, a view of the
+    input where it has enough of them. A view keeps all of the input alive, and what is written into it is
+    written into the input; clone it if that matters. The frames give what the whole clip gives, if every
+    chunk but the last has a multiple of the depth stride.
 
     `residual`, shaped like y, is added to it: the reference rounds before it adds, a route may round once.
 
@@ -197,16 +290,28 @@ def causal_conv3d(
     """
     y = CAUSAL_CONV3D(
         *arguments(
-            input, weight, bias, cache=cache, stride=stride, padding=padding, dilation=dilation, groups=groups, pad_mode=pad_mode,
+            input,
+            weight,
+            bias,
+            cache=cache,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            pad_mode=pad_mode,
             residual=residual,
         )
-    )  # fmt: skip
+    )
     y = y.squeeze(0) if input.dim() == 4 else y
-    return (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
+    return (
+        (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
+    )
 
 
 def next_cache(input: Tensor, cache: Tensor | None, before: int) -> Tensor:
-    """The last `before` frames of cache and input, fewer where there are no more: a view of the input unless frames of both are needed."""
+    """The last `before` frames of cache and input, fewer where there are no more: a view of the input unless
+    frames of both are needed.
+    """
     frames = input.shape[-3]
     if frames >= before:
         return input.narrow(-3, frames - before, before)

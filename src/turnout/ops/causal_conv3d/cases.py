@@ -1,4 +1,6 @@
-"""Real calls of causal_conv3d: video autoencoders that decode a clip in chunks, with the last frames of the chunk before."""
+"""Real calls of causal_conv3d: video autoencoders that decode a clip in chunks, with the last frames of the
+chunk before.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,17 @@ from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
-    source: str, size: Sequence[int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, kernel: int | Sequence[int] = 3,
-    stride: int = 1, held: int = 2, pad_mode: str = "zeros", layout: str = LAST,
-) -> Case:  # fmt: skip
+    source: str,
+    size: Sequence[int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    kernel: int | Sequence[int] = 3,
+    stride: int = 1,
+    held: int = 2,
+    pad_mode: str = "zeros",
+    layout: str = LAST,
+) -> Case:
     """A chunk of `size` frames and pixels after `held` frames of cache, 0 for the first chunk of a clip."""
     kernel, (into, out) = spread(kernel, 3), channels
 
@@ -49,10 +59,22 @@ def case(
         x = make_filled((1, into, *size), layout, dtype, device, generator)
         weight = make_weight(out, into, kernel, layout, dtype, device, generator)
         cache = make_filled((1, into, held, *size[1:]), layout, dtype, device, generator) if held else None
-        return x, weight, normal((out,), dtype, device, generator), cache, [stride, 1, 1], [k // 2 for k in kernel[1:]], 1, 1, pad_mode
+        return (
+            x,
+            weight,
+            normal((out,), dtype, device, generator),
+            cache,
+            [stride, 1, 1],
+            [k // 2 for k in kernel[1:]],
+            1,
+            1,
+            pad_mode,
+        )
 
     before = f"after {held}" if held else pad_mode
-    return Case(f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make)
+    return Case(
+        f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make
+    )
 
 
 CALLS = [
@@ -84,9 +106,17 @@ def joined_in(layout: str) -> Any:
     """What models do: concatenate, pad, convolve, in one layout."""
 
     def run(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-        dilation: list[int], groups: int, pad_mode: str, *_: Any,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        pad_mode: str,
+        *_: Any,
+    ) -> Tensor:
         input, weight, cache = (None if x is None else kept_in(x, layout) for x in (input, weight, cache))  # pyright: ignore[reportAssignmentType]
         whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
         return F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
@@ -95,9 +125,17 @@ def joined_in(layout: str) -> Any:
 
 
 def joined_before(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
-    groups: int, pad_mode: str, *_: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    *_: Any,
+) -> Tensor:
     """Our convolution of one tensor in which all frames stand already."""
     before = (weight.shape[2] - 1) * dilation[0]
     whole = kept_for(input, "joined", lambda: with_frames_before(input, cache, before, pad_mode))
@@ -105,11 +143,16 @@ def joined_before(
 
 
 BOUNDS = {"conv3d of joined frames": joined_before}
-PEERS = {"torch cat, pad, conv3d, channels-first": joined_in(FIRST), "torch cat, pad, conv3d, channels-last": joined_in(LAST)}
+PEERS = {
+    "torch cat, pad, conv3d, channels-first": joined_in(FIRST),
+    "torch cat, pad, conv3d, channels-last": joined_in(LAST),
+}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both paddings."""
+    """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both
+    paddings.
+    """
     found, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
     x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
     before = (weight.shape[2] - 1) * found["dilation"][0]

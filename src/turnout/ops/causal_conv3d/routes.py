@@ -1,4 +1,7 @@
-"""The routes of causal_conv3d. Guards and costs are those of the convolution over cache, padding and input in one tensor."""
+"""The routes of causal_conv3d.
+
+Guards and costs are those of the convolution over cache, padding and input in one tensor.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,14 @@ from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.gpu import routes as kernels
 from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering
-from turnout.ops.convolution.gpu.routes import clip_strides, known_output, launch_into, one_launch, prepare_by, task_of
+from turnout.ops.convolution.gpu.routes import (
+    clip_strides,
+    known_output,
+    launch_into,
+    one_launch,
+    prepare_by,
+    task_of,
+)
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
@@ -52,7 +62,11 @@ def joined(cost: Cost) -> Cost:
 
     def seconds(problem: CausalConv3d, device: Device) -> float | None:
         found = cost(problem.padded, device)
-        return None if found is None else found + costs.copying(2 * prod(problem.padded.input), problem.convolution, device)
+        return (
+            None
+            if found is None
+            else found + costs.copying(2 * prod(problem.padded.input), problem.convolution, device)
+        )
 
     return seconds
 
@@ -65,45 +79,101 @@ def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
     return None if found is None else found + 2 * problem.convolution.weight[2] * each
 
 
-def joined_then(method: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *rest) -> Tensor:
+def joined_then(
+    method: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    *rest,
+) -> Tensor:
     stride, padding, dilation, groups, pad_mode, residual = rest
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
     y = method(whole, weight, bias, stride, [0, *padding], dilation, groups)
     return finished(y, residual, plain_format(input, weight))
 
 
-@CAUSAL_CONV3D.route("channels-last", refuses=of_padded(guards.refuses_channels_last), cost=joined(costs.channels_last_cost), **IN_TORCH)
+@CAUSAL_CONV3D.route(
+    "channels-last",
+    refuses=of_padded(guards.refuses_channels_last),
+    cost=joined(costs.channels_last_cost),
+    **IN_TORCH,
+)
 def with_channels_last(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return joined_then(in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-
-
-@CAUSAL_CONV3D.route("upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH)
-def with_float32(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return joined_then(in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return joined_then(
+        in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
+    )
 
 
 @CAUSAL_CONV3D.route(
-    "winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1,
+    "upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH
+)
+def with_float32(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return joined_then(
+        in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
+    )
+
+
+@CAUSAL_CONV3D.route(
+    "winograd",
+    refuses=of_padded(guards.refuses_winograd),
+    cost=joined(costs.winograd_cost),
+    numerics="close",
+    version=1,
     kernels=WINOGRAD_KERNELS,
-)  # fmt: skip
+)
 def with_winograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return joined_then(by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
+    return joined_then(
+        by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
+    )
 
 
 @CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, **IN_TORCH)
 def depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     before = (weight.shape[2] - 1) * dilation[0]
     outputs = output_frames(input.shape[2] + before, weight.shape[2], stride[0], 0, dilation[0])
     pieces = [Frames(input.transpose(1, 2), 0)]
@@ -125,10 +195,13 @@ def causal_task(problem: CausalConv3d) -> Task:
     given, cache, before = problem.convolution, problem.cache, problem.before
     held = 0 if cache is None else min(cache.shape[2], before)
     return task_of(problem.padded)._replace(
-        x=given.input, x_strides=clip_strides(given.input, given.input_strides), padding=(before, *given.padding[1:]),
-        cache=held, cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
+        x=given.input,
+        x_strides=clip_strides(given.input, given.input_strides),
+        padding=(before, *given.padding[1:]),
+        cache=held,
+        cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
         pad_mode=problem.pad_mode,
-    )  # fmt: skip
+    )
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
@@ -143,49 +216,102 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
             yield why
 
     def cost(problem: CausalConv3d, device: Device) -> float | None:
-        around = costs.around(problem.convolution._replace(residual=None, padding=problem.padded.padding), device)
+        around = costs.around(
+            problem.convolution._replace(residual=None, padding=problem.padded.padding), device
+        )
         return kernel.cost(causal_task(problem), around, device)
 
     def configs(problem: CausalConv3d, device: Device) -> list[Config]:
         return kernel.configs(kernel.widened(causal_task(problem)), device)
 
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_causal, kernel), "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare_by(plan_causal, kernel),
+        "numerics": "close",
+        "version": 1,
         "kernels": kernel.kernels,
-    }  # fmt: skip
+    }
 
 
 def convolved(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> Tensor:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> Tensor:
     """A causal convolution by one launch."""
     before = (weight.shape[2] - 1) * dilation[0]
     held = 0 if cache is None else min(cache.shape[2], before)
     if cache is not None and held != cache.shape[2]:
         cache = cache[:, :, cache.shape[2] - held :]
-    shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
+    shape = known_output(
+        with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation)
+    )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch_into(
-        lowering, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        [before, *padding],
+        dilation,
+        residual,
+        config,
+        cache if held else None,
+        pad_mode,
+    )
     return output_in(out, known_format(input, weight))
 
 
 def plan_causal(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> LaunchPlan | None:  # fmt: skip
-    """`convolved` on tensors as they are, where all of it is one launch and all of the cache is read: the rest of a
-    longer one would have to be cut off."""
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> LaunchPlan | None:
+    """`convolved` on tensors as they are, where all of it is one launch and all of the cache is read: the
+    rest of a longer one would have to be cut off."""
     before = (weight.shape[2] - 1) * dilation[0]
     if (cache is not None and not 0 < cache.shape[2] <= before) or known_format(input, weight) != LAST[5]:
         return None
-    shape = known_output(with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation))
+    shape = known_output(
+        with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation)
+    )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch = one_launch(
-        lowering, input, weight, bias, out, stride, (before, *padding), dilation, residual, config, cache, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        (before, *padding),
+        dilation,
+        residual,
+        config,
+        cache,
+        pad_mode,
+    )
     return None if launch is None else LaunchPlan((launch,), out)
 
 
@@ -196,43 +322,101 @@ def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:
 
 @CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 @CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(
-        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
-        stages=stages, from_registers=from_registers,
-    )  # fmt: skip
+        GEMM_HOPPER,
+        *call,
+        share=share,
+        slots=slots,
+        rows=rows,
+        columns=columns,
+        channels=channels,
+        filters=filters,
+        stages=stages,
+        from_registers=from_registers,
+    )
 
 
 @CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
 def with_narrow_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 @CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
 def with_narrow_out_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

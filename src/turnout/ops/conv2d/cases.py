@@ -7,7 +7,17 @@ import random
 import torch
 import torch.nn.functional as F
 
-from turnout.ops.convolution.cases import FIRST, FLUX, FP16, FP32, SDXL, WAN21, convolution_case, peers, random_convolution
+from turnout.ops.convolution.cases import (
+    FIRST,
+    FLUX,
+    FP16,
+    FP32,
+    SDXL,
+    WAN21,
+    convolution_case,
+    peers,
+    random_convolution,
+)
 from turnout.routing.case import Cases
 
 CALLS = [

@@ -12,6 +12,10 @@ CONV2D.route("one-dnn", **shared.ONE_DNN)(shared.with_one_dnn)
 CONV2D.route("upcast", **shared.UPCAST)(shared.with_float32)
 CONV2D.route("winograd", **shared.WINOGRAD)(shared.with_winograd)
 CONV2D.route("implicit-gemm", **kernels.declaration(kernels.IMPLICIT_GEMM))(kernels.with_implicit_gemm)
-CONV2D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(kernels.with_implicit_gemm_hopper)
+CONV2D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(
+    kernels.with_implicit_gemm_hopper
+)
 CONV2D.route("narrow-out", **kernels.declaration(kernels.NARROW_OUT))(kernels.with_narrow_out)
-CONV2D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(kernels.with_narrow_out_hopper)
+CONV2D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(
+    kernels.with_narrow_out_hopper
+)

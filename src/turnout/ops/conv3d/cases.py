@@ -70,9 +70,18 @@ CALLS = [
 
 
 def conv2d_per_tap(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int, *_: Any,
-) -> Tensor:  # fmt: skip
-    """The loop that models write: a 2-D convolution of all frames for each depth of the kernel, added up in the output's dtype."""
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    *_: Any,
+) -> Tensor:
+    """The loop that models write: a 2-D convolution of all frames for each depth of the kernel, added up in
+    the output's dtype.
+    """
     input, weight = kept_in(input, LAST), kept_in(weight, LAST)
     batch, into = input.shape[:2]
     depth = weight.shape[2]
@@ -80,8 +89,14 @@ def conv2d_per_tap(
     count = (frames.shape[2] - dilation[0] * (depth - 1) - 1) // stride[0] + 1
     total = None
     for k in range(depth):
-        tap = frames[:, :, k * dilation[0] :: stride[0]][:, :, :count].transpose(1, 2).reshape(batch * count, into, *input.shape[3:])
-        y = F.conv2d(tap, weight[:, :, k], bias if k == 0 else None, stride[1:], padding[1:], dilation[1:], groups)
+        tap = (
+            frames[:, :, k * dilation[0] :: stride[0]][:, :, :count]
+            .transpose(1, 2)
+            .reshape(batch * count, into, *input.shape[3:])
+        )
+        y = F.conv2d(
+            tap, weight[:, :, k], bias if k == 0 else None, stride[1:], padding[1:], dilation[1:], groups
+        )
         total = y if total is None else total.add_(y)
     assert total is not None
     return total.unflatten(0, (batch, count)).transpose(1, 2)

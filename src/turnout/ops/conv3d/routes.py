@@ -20,16 +20,26 @@ CONV3D.route("one-dnn", **shared.ONE_DNN)(shared.with_one_dnn)
 CONV3D.route("upcast", **shared.UPCAST)(shared.with_float32)
 CONV3D.route("winograd", **shared.WINOGRAD)(shared.with_winograd)
 CONV3D.route("implicit-gemm", **kernels.declaration(kernels.IMPLICIT_GEMM))(kernels.with_implicit_gemm)
-CONV3D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(kernels.with_implicit_gemm_hopper)
+CONV3D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(
+    kernels.with_implicit_gemm_hopper
+)
 CONV3D.route("narrow-out", **kernels.declaration(kernels.NARROW_OUT))(kernels.with_narrow_out)
-CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(kernels.with_narrow_out_hopper)
+CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(
+    kernels.with_narrow_out_hopper
+)
 
 
 @CONV3D.route("depth-taps", **shared.DEPTH_TAPS)
 def depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return shared.finished(by_depth_taps(*call), residual, torch_format(*call))
 
@@ -40,11 +50,23 @@ def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
 
 
 @CONV3D.route(
-    "depth-chunks", refuses=guards.refuses_depth_chunks, cost=costs.depth_chunks_cost, configs=groups_of_frames, **shared.IN_TORCH
+    "depth-chunks",
+    refuses=guards.refuses_depth_chunks,
+    cost=costs.depth_chunks_cost,
+    configs=groups_of_frames,
+    **shared.IN_TORCH,
 )
 def depth_chunks(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, frames: int = 8,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    frames: int = 8,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return shared.finished(by_depth_chunks(*call, torch_format(*call), frames), residual, torch_format(*call))

@@ -1,7 +1,8 @@
-"""What a convolution costs: the fewest bytes and operations, and the time of torch's kernels and of the methods, in seconds.
+"""What a convolution costs: the fewest bytes and operations, and the time of torch's kernels and of the
+methods, in seconds.
 
-The constants are the device's (`devices/`). They are for choosing without a table; `tune` replaces them where it
-matters.
+The constants are the device's (`devices/`). They are for choosing without a table; `tune` replaces them where
+it matters.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from turnout.routing.op import Work
 
 
 def work(problem: Convolution) -> Work:
-    """Input, weight and residual read once, output written once, a multiplication and an addition for every tap of every output."""
+    """Input, weight and residual read once, output written once, a multiplication and an addition for every
+    tap of every output.
+    """
     written = prod(problem.output)
     read = prod(problem.input) + prod(problem.weight) + (0 if problem.residual is None else written)
     return Work((read + written) * problem.dtype.itemsize, problem.flops, written * problem.dtype.itemsize)
@@ -58,8 +61,8 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
 
 
 def gpu_arithmetic(problem: Convolution, device: Device) -> float | None:
-    """cuDNN with channels side by side. Filters fill tiles of 64; at 96 it takes an old kernel, half as fast as the others, and with few
-    channels to read it reaches a tenth of the peak."""
+    """cuDNN with channels side by side. Filters fill tiles of 64; at 96 it takes an old kernel, half as fast
+    as the others, and with few channels to read it reaches a tenth of the peak."""
     kind = "tf32" if problem.float32.conv == "tf32" else str(problem.dtype).removeprefix("torch.")
     peak = device.flops.get(kind)
     if peak is None:
@@ -104,7 +107,11 @@ def gpu_bias(problem: Convolution, device: Device) -> float:
 def gpu_kernel(problem: Convolution, device: Device) -> float | None:
     """The convolution itself, channels last."""
     arithmetic = gpu_arithmetic(problem, device)
-    return None if arithmetic is None else max(arithmetic, gpu_moving(work(problem).bytes, device)) + gpu_bias(problem, device)
+    return (
+        None
+        if arithmetic is None
+        else max(arithmetic, gpu_moving(work(problem).bytes, device)) + gpu_bias(problem, device)
+    )
 
 
 def gpu_residual(problem: Convolution, device: Device) -> float:
@@ -127,7 +134,13 @@ def cpu_kernel(problem: Convolution, device: Device) -> float:
 def half_factor(dtype: torch.dtype, device: Device) -> float:
     """How much slower a half type is in oneDNN than float32, with instructions for it or worked around."""
     fitted = device.fitted("convolution.torch")
-    return 1.0 if dtype not in HALVES else fitted.native_half if dtype in device.native_halves else fitted.emulated_half
+    return (
+        1.0
+        if dtype not in HALVES
+        else fitted.native_half
+        if dtype in device.native_halves
+        else fitted.emulated_half
+    )
 
 
 def cpu_relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> float:
@@ -140,15 +153,19 @@ def cpu_reference(problem: Convolution, device: Device) -> float:
         fitted = device.fitted("convolution.torch")
         if problem.dtype is not torch.float32:
             return fitted.half_loop_start + problem.flops / fitted.half_loop / device.cores
-        columns = prod(problem.output[2:]) * prod(problem.weight[1:]) * 4  # unfolded; tiny ones stay in the cache
+        columns = (
+            prod(problem.output[2:]) * prod(problem.weight[1:]) * 4
+        )  # unfolded; tiny ones stay in the cache
         unfolding = columns / (fitted.loop_columns if columns > 2**20 else fitted.loop_columns_in_cache)
         return fitted.loop_start + unfolding + problem.flops / fitted.loop
-    return cpu_kernel(problem, device) * (1.0 if problem.output_channels_last else cpu_first_factor(problem, device))
+    return cpu_kernel(problem, device) * (
+        1.0 if problem.output_channels_last else cpu_first_factor(problem, device)
+    )
 
 
 def cpu_first_factor(problem: Convolution, device: Device) -> float:
-    """How much slower oneDNN is with channels first: with up to 96 of them, then hardly, and not at all with AVX2 or for
-    half types that have instructions."""
+    """How much slower oneDNN is with channels first: with up to 96 of them, then hardly, and not at all with
+    AVX2 or for half types that have instructions."""
     slower = device.has_avx512 and half_factor(problem.dtype, device) >= 1.0
     few = min(problem.input[1], problem.weight[0]) <= 96
     return device.fitted("convolution.torch").channels_first if slower and few else 1.0
@@ -187,7 +204,9 @@ def relayout(shape: tuple[int, ...], problem: Convolution, device: Device) -> fl
 
 
 def around(problem: Convolution, device: Device) -> float:
-    """What a channels-last method pays for layouts that are not: the input before, the output behind, and the residual."""
+    """What a channels-last method pays for layouts that are not: the input before, the output behind, and the
+    residual.
+    """
     before = 0.0 if problem.channels_last else relayout(problem.input, problem, device)
     behind = 0.0 if problem.output_channels_last else relayout(problem.output, problem, device)
     return before + behind + (0.0 if device.type == "cpu" else gpu_residual(problem, device))
@@ -195,7 +214,11 @@ def around(problem: Convolution, device: Device) -> float:
 
 def channels_last_cost(problem: Convolution, device: Device) -> float | None:
     kernel = cpu_kernel(problem, device) if device.type == "cpu" else gpu_kernel(problem, device)
-    return None if kernel is None else max(0.0 if device.type == "cpu" else 3 * launch(device), kernel + around(problem, device))
+    return (
+        None
+        if kernel is None
+        else max(0.0 if device.type == "cpu" else 3 * launch(device), kernel + around(problem, device))
+    )
 
 
 def one_dnn_cost(problem: Convolution, device: Device) -> float:
@@ -207,7 +230,11 @@ def one_dnn_cost(problem: Convolution, device: Device) -> float:
 
 def upcast_cost(problem: Convolution, device: Device) -> float:
     single = problem._replace(dtype=torch.float32)
-    return cpu_kernel(single, device) + cpu_relayout(problem.input, problem, device) + cpu_relayout(problem.output, problem, device)
+    return (
+        cpu_kernel(single, device)
+        + cpu_relayout(problem.input, problem, device)
+        + cpu_relayout(problem.output, problem, device)
+    )
 
 
 def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
@@ -218,19 +245,27 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
         fitted = device.fitted("convolution.methods")
         parts = depth * -(-prod((problem.weight[1], *problem.weight[3:])) // LONGEST_PART)
         kernels = cpu_kernel(problem, device) * (1.0 if device.has_avx512 else fitted.tap_avx2)
-        slices = prod(problem.weight) * fitted.tap_weight / device.cores  # most of the time where pixels are few
+        slices = (
+            prod(problem.weight) * fitted.tap_weight / device.cores
+        )  # most of the time where pixels are few
         sums = added / fitted.tap_sums / device.cores
         return parts * fitted.tap_start + kernels + slices + sums + around(problem, device)
     flat = problem._replace(weight=(*problem.weight[:2], 1, *problem.weight[3:]))
     peak = device.flops.get("tf32" if problem.float32.conv == "tf32" else "float32")
     if peak is None:
         return None
-    arithmetic = depth * max(flat.flops / (device.fitted("convolution.torch").flat_tap * peak.value), gpu_moving(work(flat).bytes, device))
-    return max(depth * 3 * launch(device), arithmetic + gpu_moving(added, device) + gpu_bias(problem, device) + around(problem, device))
+    arithmetic = depth * max(
+        flat.flops / (device.fitted("convolution.torch").flat_tap * peak.value),
+        gpu_moving(work(flat).bytes, device),
+    )
+    return max(
+        depth * 3 * launch(device),
+        arithmetic + gpu_moving(added, device) + gpu_bias(problem, device) + around(problem, device),
+    )
 
 
 def depth_chunks_cost(problem: Convolution, device: Device) -> float | None:
-    """Torch's time and one more copy of the output: it pays where memory is short, or where a table says so."""
+    """Torch's time and one more copy of the output: it pays where memory is short or a table says so."""
     whole = reference_cost(problem, device)
     return None if whole is None else whole + copying(2 * prod(problem.output), problem, device)
 
@@ -238,35 +273,57 @@ def depth_chunks_cost(problem: Convolution, device: Device) -> float | None:
 def pointwise_cost(problem: Convolution, device: Device) -> float | None:
     """A matrix product with the bias in it, in the layout that the input has."""
     if device.type == "cpu":
-        moved = 0.0 if problem.channels_last == problem.output_channels_last else cpu_relayout(problem.output, problem, device)
+        moved = (
+            0.0
+            if problem.channels_last == problem.output_channels_last
+            else cpu_relayout(problem.output, problem, device)
+        )
         return device.fitted("convolution.methods").pointwise_start + cpu_kernel(problem, device) + moved
     kind = "tf32" if problem.float32.matmul == "tf32" else str(problem.dtype).removeprefix("torch.")
     peak = device.flops.get(kind)
     if peak is None:
         return None
-    moved = 0.0 if problem.channels_last == problem.output_channels_last else gpu_relayout(problem.output, problem, device)
+    moved = (
+        0.0
+        if problem.channels_last == problem.output_channels_last
+        else gpu_relayout(problem.output, problem, device)
+    )
     again = 0.0 if problem.channels_last else gpu_bias(problem, device)
     padded = gpu_moving(3 * work(problem).written, device) if any(problem.padding) else 0.0
-    kernel = max(problem.flops / (device.fitted("convolution.torch").product * peak.value), gpu_moving(work(problem).bytes, device))
+    kernel = max(
+        problem.flops / (device.fitted("convolution.torch").product * peak.value),
+        gpu_moving(work(problem).bytes, device),
+    )
     return max(2 * launch(device), kernel + moved + again + padded + gpu_residual(problem, device))
 
 
 def winograd_cost(problem: Convolution, device: Device) -> float:
-    """Products are faster where the filters of one of 16 points stay in the cache; each sum of a part of the channels
-    takes as long as 8 products more. Transformed tiles and filters are moved. What small calls take beside that is
-    mostly Python and the edges of images."""
+    """Products are faster where the filters of one of 16 points stay in the cache; each sum of a part of the
+    channels takes as long as 8 products more. Transformed tiles and filters are moved. What small calls take
+    beside that is mostly Python and the edges of images."""
     channels, filters, lanes = problem.input[1], problem.weight[0], 16 if problem.output_channels_last else 8
     depth, frames, outputs, pairs = 1, 1, 1, 1
     if problem.spatial == 3:
         depth, frames, outputs = problem.weight[2], problem.input[2], problem.output[2]
-        spans = (reached(frames, outputs, tap, 1, problem.padding[0], problem.dilation[0]) for tap in range(depth))
+        spans = (
+            reached(frames, outputs, tap, 1, problem.padding[0], problem.dilation[0]) for tap in range(depth)
+        )
         pairs = sum(end - first for first, end, _ in spans)
-    tiles, wide = problem.input[0] * prod(-(-n // 2) for n in problem.output[-2:]), -(-filters // lanes) * lanes
+    tiles, wide = (
+        problem.input[0] * prod(-(-n // 2) for n in problem.output[-2:]),
+        -(-filters // lanes) * lanes,
+    )
     products = 32 * tiles * pairs * wide * (channels + 8 * -(-channels // AT_ONCE))
     fitted, in_cache = device.fitted("convolution.winograd"), 4 * depth * channels * filters <= 2**17
-    rate = (fitted.products_in_cache if in_cache else fitted.products) * (1.0 if device.has_avx512 else fitted.avx2)
+    rate = (fitted.products_in_cache if in_cache else fitted.products) * (
+        1.0 if device.has_avx512 else fitted.avx2
+    )
     moved = 64 * tiles * (frames * max(channels, 16) + outputs * wide) / fitted.tiles
     moved += 64 * depth * channels * filters / fitted.filters
-    before = 0.0 if problem.channels_last == problem.output_channels_last else cpu_relayout(problem.input, problem, device)
+    before = (
+        0.0
+        if problem.channels_last == problem.output_channels_last
+        else cpu_relayout(problem.input, problem, device)
+    )
     start = fitted.start_channels_last if problem.output_channels_last else fitted.start
     return start + (products / rate + moved) / device.cores + before

@@ -1,4 +1,7 @@
-"""What the methods in plain torch cannot do. `problem` is that of one convolution; ops with more to say of a call hand over its parts."""
+"""What the methods in plain torch cannot do.
+
+`problem` is that of one convolution; ops with more to say of a call hand over its parts.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +15,78 @@ from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
 
 HALVES = (torch.float16, torch.bfloat16)
-LONGEST_SUM = 288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
+LONGEST_SUM = (
+    288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
+)
 SHORT_SUM = 128  # up to here as exact as anything torch does
-LONGEST_OF_PIXELS = 144  # for kernels of one pixel in height and width: 1.6 times the error at 192 products, 1.8 times at 240
+LONGEST_OF_PIXELS = (
+    144  # for kernels of one pixel in height and width: 1.6 times the error at 192 products, 1.8 times at 240
+)
 
 
 def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | None = None) -> Iterator[str]:
-    """On a CPU: a kernel for the dtype, and outputs that see some input. Others crash in some layouts (torch 2.13)."""
+    """On a CPU: a kernel for the dtype, and outputs that see some input.
+
+    Others crash in some layouts (torch 2.13).
+    """
     if device.type != "cpu":
         return
     if (dtype or problem.dtype) not in device.one_dnn:
-        yield f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, this route needs one"
+        yield (
+            f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, "
+            "this route needs one"
+        )
     reach = [d * (k - 1) for d, k in zip(problem.dilation, problem.weight[2:], strict=False)]
     if any(p > r for p, r in zip(problem.padding, reach, strict=False)):
-        yield f"padding {problem.padding} around a kernel that reaches {reach}, this route needs outputs that see some input"
-    if any(n < d and k > 1 for n, d, k in zip(problem.input[2:], problem.dilation, problem.weight[2:], strict=False)):
-        yield f"dilation {problem.dilation} of an input {list(problem.input[2:])}, this route needs outputs that see some input"
+        yield (
+            f"padding {problem.padding} around a kernel that reaches {reach}, "
+            "this route needs outputs that see some input"
+        )
+    if any(
+        n < d and k > 1
+        for n, d, k in zip(problem.input[2:], problem.dilation, problem.weight[2:], strict=False)
+    ):
+        yield (
+            f"dilation {problem.dilation} of an input {list(problem.input[2:])}, "
+            "this route needs outputs that see some input"
+        )
 
 
 def on_torchs_own_loop(problem: Convolution, device: Device) -> bool:
-    """Whether torch keeps a call on a CPU from oneDNN: few pixels of a single image in float32, or a dtype that it has no kernel for."""
+    """Whether torch keeps a call on a CPU from oneDNN: few pixels of a single image in float32, or a dtype
+    that it has no kernel for.
+    """
     if problem.dtype is not torch.float32:
         return problem.dtype not in device.one_dnn
     large_kernel = all(k > 3 for k in problem.weight[-2:])
-    return problem.groups == 1 and problem.input[0] == 1 and not large_kernel and prod(problem.input[:4]) <= ON_TORCHS_OWN_LOOP
+    return (
+        problem.groups == 1
+        and problem.input[0] == 1
+        and not large_kernel
+        and prod(problem.input[:4]) <= ON_TORCHS_OWN_LOOP
+    )
 
 
 def needs_sums_as_careful(problem: Convolution, device: Device, at_once: int, longest: int) -> Iterator[str]:
     """For `at_once` products that are added up in one go, where torch would take its loop."""
-    if problem.dtype is torch.float32 and at_once > longest and on_torchs_own_loop(problem, device) and device.loop_adds_carefully:
-        yield f"{at_once} products added up in one go where torch adds more carefully on this CPU, this route needs at most {longest}"
+    if (
+        problem.dtype is torch.float32
+        and at_once > longest
+        and on_torchs_own_loop(problem, device)
+        and device.loop_adds_carefully
+    ):
+        yield (
+            f"{at_once} products added up in one go where torch adds more carefully on this CPU, "
+            f"this route needs at most {longest}"
+        )
 
 
-def needs_sums_as_exact(problem: Convolution, device: Device, length: int, longest: int | None = None) -> Iterator[str]:
-    """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch takes elsewhere."""
+def needs_sums_as_exact(
+    problem: Convolution, device: Device, length: int, longest: int | None = None
+) -> Iterator[str]:
+    """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch
+    takes elsewhere.
+    """
     same = problem.output_channels_last and not on_torchs_own_loop(problem, device)
     longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
     if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
@@ -63,10 +104,19 @@ def refuses_anywhere(problem: Convolution, *dtypes: torch.dtype) -> Iterator[str
 
 
 def needs_even_channels(problem: Convolution, device: Device) -> Iterator[str]:
-    """oneDNN multiplies pairs of bfloat16 channels: with an odd number, channels last, the last one's pair is the next pixel's first times
-    zero, which is NaN where that is not finite (torch 2.13, AVX-512 with bf16)."""
-    if device.type == "cpu" and problem.dtype is torch.bfloat16 and problem.weight[1:2] and problem.weight[1] % 2:
-        yield f"{problem.weight[1]} channels in bfloat16, which let NaN pass to the next pixel, this route needs an even number"
+    """oneDNN multiplies pairs of bfloat16 channels: with an odd number, channels last, the last one's pair is
+    the next pixel's first times zero, which is NaN where that is not finite (torch 2.13, AVX-512 with
+    bf16)."""
+    if (
+        device.type == "cpu"
+        and problem.dtype is torch.bfloat16
+        and problem.weight[1:2]
+        and problem.weight[1] % 2
+    ):
+        yield (
+            f"{problem.weight[1]} channels in bfloat16, which let NaN pass to the next pixel, "
+            "this route needs an even number"
+        )
 
 
 def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]:
@@ -77,7 +127,11 @@ def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]
     yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
     if device.type == "cpu":
         yield from needs_sums_as_careful(problem, device, prod(problem.weight[1:]), SHORT_SUM)
-    if problem.channels_last and problem.weight_channels_last and not (device.type == "cpu" and on_torchs_own_loop(problem, device)):
+    if (
+        problem.channels_last
+        and problem.weight_channels_last
+        and not (device.type == "cpu" and on_torchs_own_loop(problem, device))
+    ):
         yield "input and weight are channels last already, this route needs one that is not"
 
 
@@ -95,15 +149,18 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
     elif taps == 1:
         yield from needs_sums_as_careful(problem, device, problem.weight[1], 16)
     else:
-        # With 192 channels and more the loop's sums are long as well: 1.2 to 1.4 times its error then, with fewer up to 1.9 times.
+        # With 192 channels and more the loop's sums are long as well: 1.2 to 1.4 times its error then, with
+        # fewer up to 1.9 times.
         at_once = min(problem.weight[1], 16) * taps
         yield from needs_sums_as_exact(problem, device, at_once, 432)
-        yield from needs_sums_as_careful(problem, device, at_once, 432 if problem.weight[1] >= 192 else LONGEST_SUM)
+        yield from needs_sums_as_careful(
+            problem, device, at_once, 432 if problem.weight[1] >= 192 else LONGEST_SUM
+        )
 
 
 def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
-    """On a CPU torch lays groups out by no rule where an image that goes in or comes out is one pixel wide or high
-    (2.13; it depends on threads, too)."""
+    """On a CPU torch lays groups out by no rule where an image that goes in or comes out is one pixel wide or
+    high (2.13; it depends on threads, too)."""
     if device.type != "cpu" or problem.invalid() is not None or problem.groups == 1:
         return
     if 1 in (*problem.input[-2:], *problem.output[-2:]):
@@ -120,7 +177,8 @@ def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
 
 
 def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None = None) -> Iterator[str]:
-    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are not `close`. `frames` are
+    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are
+    not `close`. `frames` are
     those that are not padding: where some depths see nothing else, torch's sums are as much shorter."""
     yield from refuses_anywhere(problem, torch.float32)
     yield from needs_one_dnn(problem, device)
@@ -132,9 +190,14 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
     if problem.groups > 1:  # whose channels are not added up in parts
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
         if 1 in (*problem.input[-2:], *problem.weight[-2:]):
-            yield f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, this route needs longer axes"
+            yield (
+                f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, "
+                "this route needs longer axes"
+            )
     elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
-        yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM)
+        yield from needs_sums_as_exact(
+            problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM
+        )
     elif on_torchs_own_loop(problem, device):
         yield from needs_sums_as_exact(problem, device, problem.weight[1] * pixels)
 
@@ -146,7 +209,9 @@ def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"{problem.output[2]} output frames, this route needs at least 2"
     if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem, device):
         yield "torch keeps this call from oneDNN, this route needs one that it takes there"
-    if device.type == "cpu" and problem.groups > 1:  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
+    if (
+        device.type == "cpu" and problem.groups > 1
+    ):  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
         yield f"{problem.groups} groups, this route needs 1 on a CPU"
 
 
@@ -168,8 +233,15 @@ def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:
         yield f"float32 multiplied as {problem.float32.conv}, this route needs ieee"
     if tuple(problem.weight[-2:]) != (3, 3):
         yield f"kernel {list(problem.weight[2:])}, this route needs 3 x 3 in height and width"
-    if any(s != 1 for s in problem.stride) or any(d != 1 for d in problem.dilation[-2:]) or problem.groups != 1:
-        yield f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, this route needs 1 of all"
+    if (
+        any(s != 1 for s in problem.stride)
+        or any(d != 1 for d in problem.dilation[-2:])
+        or problem.groups != 1
+    ):
+        yield (
+            f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, "
+            "this route needs 1 of all"
+        )
 
 
 EXACT_FIRST = ("ieee", "tf32", "bf16")  # how float32 may be multiplied

@@ -22,26 +22,51 @@ _format: Callable[..., torch.memory_format] = torch._C._conv_determine_backend_m
 
 
 def torch_format(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> torch.memory_format:
     """The format of torch's own output.
 
-    It depends on which of its kernels torch would take, so torch is asked, in the way in which its fake tensors ask:
-    graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice. Of a device that is
-    assumed torch knows nothing.
+    It depends on which of its kernels torch would take, so torch is asked, in the way in which its fake
+    tensors ask: graphs and eager calls agree. It takes 10 us to answer, so it is not asked the same twice. Of
+    a device that is assumed torch knows nothing.
     """
     if is_planning():
         return plain_format(input, weight)
     key = (
-        torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
-        *stride, *padding, *dilation, groups, torch.backends.cudnn.enabled,
-    )  # fmt: skip
+        torch_format,
+        input.device,
+        input.dtype,
+        input.shape,
+        input.stride(),
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        *stride,
+        *padding,
+        *dilation,
+        groups,
+        torch.backends.cudnn.enabled,
+    )
 
     def ask() -> torch.memory_format:
         backend = _backend(
-            input, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
-            output_padding=[0] * len(stride), groups=groups, bias_sizes=None,
-        )  # fmt: skip
+            input,
+            weight,
+            bias=bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=False,
+            output_padding=[0] * len(stride),
+            groups=groups,
+            bias_sizes=None,
+        )
         return _format(input, weight, backend)
 
     return kept(key, ask)
@@ -54,7 +79,9 @@ def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
 
 
 def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
-    """The same values with exactly the strides of a fresh tensor of that format; copied only where memory has another order."""
+    """The same values with exactly the strides of a fresh tensor of that format; copied only where memory has
+    another order.
+    """
     strides = dense_strides(x.shape, format)
     if x.stride() == strides:
         return x
@@ -71,8 +98,9 @@ def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
 
 
 def moved(x: Tensor, format: torch.memory_format) -> Tensor:
-    """The same as `in_format`, not to be differentiated. A GPU transposes blocks in its shared memory: torch's strided copy reaches a
-    sixteenth of the bandwidth there (2.2 ms for 128 x 1024 x 1024 bf16 on an H200)."""
+    """The same as `in_format`, not to be differentiated. A GPU transposes blocks in its shared memory:
+    torch's strided copy reaches a sixteenth of the bandwidth there (2.2 ms for 128 x 1024 x 1024 bf16 on an
+    H200)."""
     strides = known_strides(x.shape, format)
     if x.stride() == strides:
         return x
@@ -85,8 +113,8 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
 
 
 def output_in(y: Tensor, format: torch.memory_format) -> Tensor:
-    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would give a
-    view where only the strides of axes of size one differ; here they are changed in place."""
+    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would
+    give a view where only the strides of axes of size one differ; here they are changed in place."""
     strides = known_strides(y.shape, format)
     if y.stride() == strides:
         return y
@@ -111,11 +139,16 @@ def channels_side_by_side(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=LAST[x.dim()])
 
 
-# For routes, which are called again and again: sizes in a traced graph may be symbols, which cannot be looked up.
+# For routes, which are called again and again: sizes in a traced graph may be symbols, which cannot be looked
+# up.
 known_last = worked_out_once(channels_last)
 known_strides = worked_out_once(dense_strides)
 
 
 def known_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     """`plain_format` at a tenth of its host time."""
-    return LAST[input.dim()] if known_last(input.shape, input.stride()) or known_last(weight.shape, weight.stride()) else FIRST
+    return (
+        LAST[input.dim()]
+        if known_last(input.shape, input.stride()) or known_last(weight.shape, weight.stride())
+        else FIRST
+    )

@@ -1,4 +1,7 @@
-"""Convolutions by other means, in plain torch. Each gives the values; the layout of the result is whatever came out."""
+"""Convolutions by other means, in plain torch.
+
+Each gives the values; the layout of the result is whatever came out.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,22 @@ from turnout.ops.convolution.layout import FIRST, LAST, channels_side_by_side, i
 from turnout.ops.convolution.problem import channels_last
 
 Numbers = Sequence[int]
-LONGEST_PART = 576  # products, 64 channels of 3x3: 1.1 times the error of oneDNN with channels first, torch 2.13
+LONGEST_PART = (
+    576  # products, 64 channels of 3x3: 1.1 times the error of oneDNN with channels first, torch 2.13
+)
 
 
-def vendor(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int) -> Tensor:
-    """The vendor's kernel in the layout of the input. On a CPU oneDNN is asked directly: torch keeps small float32 convolutions away from
-    it, and its own loop is up to nine times slower."""
+def vendor(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+) -> Tensor:
+    """The vendor's kernel in the layout of the input. On a CPU oneDNN is asked directly: torch keeps small
+    float32 convolutions away from it, and its own loop is up to nine times slower."""
     if input.device.type == "cpu" and torch.backends.mkldnn.is_available():
         bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were (torch 2.13)
         if input.shape[1] == 1:  # one channel has no layout, and oneDNN mistakes it in 3-D (torch 2.13)
@@ -29,7 +42,13 @@ def vendor(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, 
 
 
 def in_channels_last(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
 ) -> Tensor:
     """The vendor's kernel with channels side by side."""
     last = LAST[input.dim()]
@@ -37,20 +56,31 @@ def in_channels_last(
 
 
 def in_float32(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
 ) -> Tensor:
-    """Half types through float32, rounded once. Strides are those of fresh tensors: where an axis of size one has another, torch 2.13 gets
-    grouped convolutions wrong on a CPU."""
+    """Half types through float32, rounded once. Strides are those of fresh tensors: where an axis of size one
+    has another, torch 2.13 gets grouped convolutions wrong on a CPU."""
     wide, taps = (in_format(x.to(torch.float32), LAST[x.dim()]) for x in (input, weight))
-    y = vendor(wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups)
+    y = vendor(
+        wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups
+    )
     return y.to(input.dtype)
 
 
 # Depth: a 3-D convolution by 2-D ones, or by shorter 3-D ones
 
 
-def reached(frames: int, outputs: int, tap: int, stride: int, padding: int, dilation: int) -> tuple[int, int, int]:
-    """Which outputs a tap of the kernel's depth reaches, first and end, and the frame it sees for the first of them.
+def reached(
+    frames: int, outputs: int, tap: int, stride: int, padding: int, dilation: int
+) -> tuple[int, int, int]:
+    """Which outputs a tap of the kernel's depth reaches, first and end, and the frame it sees for the first
+    of them.
 
     >>> reached(4, 4, 0, 1, 1, 1), reached(4, 4, 2, 1, 1, 1)
     ((1, 4, 0), (0, 3, 1))
@@ -66,24 +96,42 @@ def output_frames(frames: int, depth: int, stride: int, padding: int, dilation: 
 
 
 class Frames(NamedTuple):
-    """Frames of some clips, `[N, D, C, H, W]`, and where the first ones stand: the input's own begin at 0, a cache's before."""
+    """Frames of some clips, `[N, D, C, H, W]`, and where the first ones stand: the input's own begin at 0, a
+    cache's before.
+    """
 
     values: Tensor
     start: int
 
 
 def by_depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
 ) -> Tensor:
-    """A 2-D convolution of all frames for each depth of the kernel, over views of them, added up in the output's dtype: float32."""
+    """A 2-D convolution of all frames for each depth of the kernel, over views of them, added up in the
+    output's dtype: float32.
+    """
     outputs = output_frames(input.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
-    return of_pieces([Frames(input.transpose(1, 2), 0)], outputs, weight, bias, stride, padding, dilation, groups)
+    return of_pieces(
+        [Frames(input.transpose(1, 2), 0)], outputs, weight, bias, stride, padding, dilation, groups
+    )
 
 
 def of_pieces(
-    pieces: list[Frames], outputs: int, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers,
+    pieces: list[Frames],
+    outputs: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
     groups: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The same for clips that lie in several pieces."""
     count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, groups)
     clips = []
@@ -91,27 +139,55 @@ def of_pieces(
         parts = []  # first output, end, what they see, by which weight
         for channel in range(0, weight.shape[1], share):
             for values, start in pieces:
-                frames = channels_side_by_side(values[n] if share == weight.shape[1] else values[n, :, channel : channel + share])
+                frames = channels_side_by_side(
+                    values[n] if share == weight.shape[1] else values[n, :, channel : channel + share]
+                )
                 for tap in range(weight.shape[2]):
-                    first, end, frame = reached(len(frames), outputs, tap, stride[0], padding[0] + start, dilation[0])
+                    first, end, frame = reached(
+                        len(frames), outputs, tap, stride[0], padding[0] + start, dilation[0]
+                    )
                     seen = frames[frame : frame + (end - first - 1) * stride[0] + 1 : stride[0]]
                     if end > first:
                         parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
-        parts.sort(key=lambda part: part[0] - part[1])  # the one that reaches most outputs comes first and carries the bias
-        clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, stride[1:], padding[1:], dilation[1:], groups))
+        parts.sort(
+            key=lambda part: part[0] - part[1]
+        )  # the one that reaches most outputs comes first and carries the bias
+        clips.append(
+            _of_parts(
+                parts,
+                outputs,
+                pieces[0].values.shape[3:],
+                weight,
+                bias,
+                stride[1:],
+                padding[1:],
+                dilation[1:],
+                groups,
+            )
+        )
     return (clips[0].unsqueeze_(0) if count == 1 else torch.stack(clips)).transpose_(1, 2)
 
 
 def _of_parts(
-    parts: list[tuple[int, int, Tensor, Tensor]], outputs: int, size: Numbers, weight: Tensor, bias: Tensor | None, stride: Numbers,
-    padding: Numbers, dilation: Numbers, groups: int,
-) -> Tensor:  # fmt: skip
+    parts: list[tuple[int, int, Tensor, Tensor]],
+    outputs: int,
+    size: Numbers,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+) -> Tensor:
     """One clip, `[D', Cout, H', W']`."""
     if parts and parts[0][1] - parts[0][0] == outputs:
         (_, _, seen, taps), *parts = parts
         y = vendor(seen, taps, bias, stride, padding, dilation, groups)
     else:  # some outputs see nothing but padding
-        sizes = (output_frames(*numbers) for numbers in zip(size, weight.shape[3:], stride, padding, dilation, strict=True))
+        sizes = (
+            output_frames(*numbers)
+            for numbers in zip(size, weight.shape[3:], stride, padding, dilation, strict=True)
+        )
         y = torch.zeros((outputs, len(weight), *sizes), dtype=weight.dtype, device=weight.device)
         y = channels_side_by_side(y if bias is None else y.add_(bias[:, None, None]))
     for first, end, seen, taps in parts:
@@ -119,20 +195,35 @@ def _of_parts(
     return y
 
 
-def _add(y: Tensor, input: Tensor, weight: Tensor, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int) -> None:
-    """Add a convolution to what is there. oneDNN does so as it writes; one channel has no layout it could rely on."""
-    if y.device.type == "cpu" and min(y.shape[1], input.shape[1]) > 1 and y.is_contiguous(memory_format=torch.channels_last):
+def _add(
+    y: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+) -> None:
+    """Add a convolution to what is there.
+
+    oneDNN does so as it writes; one channel has no layout it could rely on.
+    """
+    if (
+        y.device.type == "cpu"
+        and min(y.shape[1], input.shape[1]) > 1
+        and y.is_contiguous(memory_format=torch.channels_last)
+    ):
         input, weight = channels_side_by_side(input), channels_side_by_side(weight)
         torch.ops.mkldnn._convolution_pointwise_.binary(
             y, input, weight, None, padding, stride, dilation, groups, "add", 1.0, None, [], None
-        )  # fmt: skip
+        )
     else:
         y += vendor(input, weight, None, stride, padding, dilation, groups)
 
 
 def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
-    """How many channels one call adds up. On a CPU few enough for `LONGEST_PART` products, where torch would not add up channels last by
-    oneDNN itself: the longer a sum, the more digits it loses."""
+    """How many channels one call adds up. On a CPU few enough for `LONGEST_PART` products, where torch would
+    not add up channels last by oneDNN itself: the longer a sum, the more digits it loses."""
     _, d, c, h, _ = frames.shape
     as_torch = frames.stride(2) == 1 and d * c * h > 20480
     if frames.device.type != "cpu" or groups > 1 or as_torch:
@@ -141,12 +232,26 @@ def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
 
 
 def by_depth_chunks(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int,
-    format: torch.memory_format, frames: int,
-) -> Tensor:  # fmt: skip
-    """The vendor's 3-D kernel over `frames` output frames at a time: beside the output, it needs memory for one group only."""
-    shape = [output_frames(n, *numbers) for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)]
-    out = torch.empty((len(input), len(weight), *shape), dtype=input.dtype, device=input.device, memory_format=format)
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+    format: torch.memory_format,
+    frames: int,
+) -> Tensor:
+    """The vendor's 3-D kernel over `frames` output frames at a time: beside the output, it needs memory for
+    one group only.
+    """
+    shape = [
+        output_frames(n, *numbers)
+        for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    ]
+    out = torch.empty(
+        (len(input), len(weight), *shape), dtype=input.dtype, device=input.device, memory_format=format
+    )
     reach = dilation[0] * (weight.shape[2] - 1) + 1
     for first in range(0, shape[0], frames):
         end = min(first + frames, shape[0])
@@ -163,11 +268,25 @@ def by_depth_chunks(
 # One pixel: a matrix product
 
 
-def by_matmul(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers) -> Tensor:
-    """A kernel of one pixel: every output is a product of one input pixel, or of padding, which leaves the bias."""
+def by_matmul(
+    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers
+) -> Tensor:
+    """A kernel of one pixel: every output is a product of one input pixel, or of padding, which leaves the
+    bias.
+    """
     sizes = [output_frames(n, 1, s, p, 1) for n, s, p in zip(input.shape[2:], stride, padding, strict=True)]
-    spans = [reached(n, o, 0, s, p, 1) for n, o, s, p in zip(input.shape[2:], sizes, stride, padding, strict=True)]
-    seen = input[(..., *(slice(at, at + (end - first - 1) * s + 1, s) for (first, end, at), s in zip(spans, stride, strict=True)))]
+    spans = [
+        reached(n, o, 0, s, p, 1) for n, o, s, p in zip(input.shape[2:], sizes, stride, padding, strict=True)
+    ]
+    seen = input[
+        (
+            ...,
+            *(
+                slice(at, at + (end - first - 1) * s + 1, s)
+                for (first, end, at), s in zip(spans, stride, strict=True)
+            ),
+        )
+    ]
     inside = _product(seen, weight.flatten(1), bias)
     if not any(padding):
         return inside
@@ -182,9 +301,13 @@ def by_matmul(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Number
 
 
 def _product(pixels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[N, Cin, ...]` times `[Cout, Cin]`, in the layout of the pixels: as rows of channels, or as columns."""
+    """Multiply `[N, Cin, ...]` by `[Cout, Cin]` in the layout of the pixels: rows of channels, or columns."""
     if channels_last(tuple(pixels.shape), pixels.stride()):
         return F.linear(pixels.movedim(1, -1), weight, bias).movedim(-1, 1)
     columns = pixels.flatten(2)
-    y = torch.matmul(weight, columns) if bias is None else torch.baddbmm(bias[:, None], weight.expand(len(columns), -1, -1), columns)
+    y = (
+        torch.matmul(weight, columns)
+        if bias is None
+        else torch.baddbmm(bias[:, None], weight.expand(len(columns), -1, -1), columns)
+    )
     return y.unflatten(2, pixels.shape[2:])

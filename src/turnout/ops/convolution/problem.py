@@ -78,14 +78,31 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(
-        cls, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, residual: Tensor | None,
-    ) -> Convolution:  # fmt: skip
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        residual: Tensor | None,
+    ) -> Convolution:
         return cls(
-            tuple(input.shape), tuple(weight.shape), input.stride(), weight.stride(), input.dtype, weight.dtype,
-            None if bias is None else bias.dtype, tuple(stride), tuple(padding), tuple(dilation), groups,
-            Beside.of(residual), Float32.of(input),
-        )  # fmt: skip
+            tuple(input.shape),
+            tuple(weight.shape),
+            input.stride(),
+            weight.stride(),
+            input.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            tuple(stride),
+            tuple(padding),
+            tuple(dilation),
+            groups,
+            Beside.of(residual),
+            Float32.of(input),
+        )
 
     @property
     def spatial(self) -> int:
@@ -101,7 +118,11 @@ class Convolution(NamedTuple):
     def output(self) -> tuple[int, ...]:
         """The output's shape."""
         sizes = zip(self.input[2:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True)
-        return (self.input[0], self.weight[0], *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
+        return (
+            self.input[0],
+            self.weight[0],
+            *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes),
+        )
 
     @property
     def flops(self) -> int:
@@ -122,20 +143,42 @@ class Convolution(NamedTuple):
         return self.channels_last or self.weight_channels_last
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or unbatched."""
+        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or
+        unbatched.
+        """
         spatial = self.dimensions
         if len(self.weight) != spatial + 2 or len(self.input) != spatial + 2:
-            return f"an input of {len(self.input)} and a weight of {len(self.weight)} dimensions, this route needs {spatial + 2} of both"
+            return (
+                f"an input of {len(self.input)} and a weight of {len(self.weight)} dimensions, "
+                f"this route needs {spatial + 2} of both"
+            )
         if any(len(given) != spatial for given in (self.stride, self.padding, self.dilation)):
-            return f"stride {self.stride}, padding {self.padding}, dilation {self.dilation}, this route needs {spatial} numbers each"
+            return (
+                f"stride {self.stride}, padding {self.padding}, dilation {self.dilation}, "
+                f"this route needs {spatial} numbers each"
+            )
         if min(self.stride) < 1 or min(self.dilation) < 1 or min(self.padding) < 0 or self.groups < 1:
-            return "a stride, padding, dilation or groups below its least, this route needs a valid convolution"
+            return (
+                "a stride, padding, dilation or groups below its least, this route needs a valid convolution"
+            )
         if self.weight[1] * self.groups != self.input[1] or self.weight[0] % self.groups:
-            return f"{self.input[1]} channels and weight {list(self.weight)} in {self.groups} groups, this route needs them to fit"
+            return (
+                f"{self.input[1]} channels and weight {list(self.weight)} in {self.groups} groups, "
+                "this route needs them to fit"
+            )
         if not prod(self.input) or not prod(self.weight) or min(self.output) < 1:
-            return f"input {list(self.input)} and weight {list(self.weight)}, this route needs an output of at least one element"
-        if self.residual is not None and (self.residual.shape, self.residual.dtype) != (self.output, self.dtype):
-            return f"a residual {list(self.residual.shape)}, this route needs it like the output, {list(self.output)}"
+            return (
+                f"input {list(self.input)} and weight {list(self.weight)}, "
+                "this route needs an output of at least one element"
+            )
+        if self.residual is not None and (self.residual.shape, self.residual.dtype) != (
+            self.output,
+            self.dtype,
+        ):
+            return (
+                f"a residual {list(self.residual.shape)}, "
+                f"this route needs it like the output, {list(self.output)}"
+            )
         return None
 
 
@@ -154,7 +197,8 @@ class Conv3d(Convolution):
 
 
 def channels_last(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether torch takes these strides for channels-last memory. Sliced counts, ambiguous (one channel, one pixel) does not.
+    """Whether torch takes these strides for channels-last memory. Sliced counts, ambiguous (one channel, one
+    pixel) does not.
 
     >>> channels_last((1, 8, 4, 4), (128, 1, 32, 8)), channels_last((1, 8, 4, 4), (128, 16, 4, 1))
     (True, False)
@@ -187,12 +231,25 @@ Padding = int | Sequence[int] | str
 
 
 def arguments(
-    convolve: Callable[..., Tensor], dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride: int | Sequence[int],
-    padding: Padding, dilation: int | Sequence[int], groups: int, residual: Tensor | None,
-) -> tuple:  # fmt: skip
-    """The reference's arguments of a public call: numbers for every dimension, a batch, no words. `convolve` is torch's own function."""
+    convolve: Callable[..., Tensor],
+    dimensions: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    groups: int,
+    residual: Tensor | None,
+) -> tuple:
+    """The reference's arguments of a public call: numbers for every dimension, a batch, no words.
+
+    `convolve` is torch's own function.
+    """
     if isinstance(padding, str):
-        if padding not in ("valid", "same") or (padding == "same" and any(s != 1 for s in spread(stride, dimensions))):
+        if padding not in ("valid", "same") or (
+            padding == "same" and any(s != 1 for s in spread(stride, dimensions))
+        ):
             convolve(input, weight, bias, stride, padding, dilation, groups)  # raises, in torch's words
         input, padding = without_words(input, weight, padding, spread(dilation, dimensions))
     if input.dim() == dimensions + 1:
@@ -201,9 +258,16 @@ def arguments(
     return input, weight, bias, *numbers, groups, residual
 
 
-def without_words(input: Tensor, weight: Tensor, padding: str, dilation: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Input and padding that mean "valid" or "same". Where "same" needs one more at the end, that is padded here, as torch does."""
-    totals = [0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+def without_words(
+    input: Tensor, weight: Tensor, padding: str, dilation: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Input and padding that mean "valid" or "same".
+
+    Where "same" needs one more at the end, that is padded here, as torch does.
+    """
+    totals = [
+        0 if padding == "valid" else d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)
+    ]
     if any(total % 2 for total in totals):
         input = F.pad(input, [side for total in reversed(totals) for side in (0, total % 2)])
     return input, [total // 2 for total in totals]

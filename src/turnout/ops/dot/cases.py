@@ -1,4 +1,6 @@
-"""Real lengths of dot: from one element to the 50M of the report that MLX's split dot product answers (ml-explore/mlx #3533)."""
+"""Real lengths of dot: from one element to the 50M of the report that MLX's split dot product answers
+(ml-explore/mlx #3533).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ LENGTHS = (1, 16, 256, 4096, 16384, 131072, 1_000_000, 50_000_000)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 
 
-def case(name: str, a: tuple[int, ...], b: tuple[int, ...], dtype: torch.dtype, source: str = "ml-explore/mlx #3533, and shorter") -> Case:
+def case(
+    name: str,
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    dtype: torch.dtype,
+    source: str = "ml-explore/mlx #3533, and shorter",
+) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
         return normal(a, dtype, device, generator), normal(b, dtype, device, generator)
@@ -24,7 +32,17 @@ CALLS = [case(f"K={k}", (k,), (k,), dtype) for dtype in DTYPES for k in LENGTHS]
 PEERS = {"torch.dot": torch.dot}
 
 # Every dtype torch.dot takes on a CPU; half of the draws are of those that have routes.
-KINDS = (*DTYPES, *DTYPES, torch.float64, torch.complex128, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+KINDS = (
+    *DTYPES,
+    *DTYPES,
+    torch.float64,
+    torch.complex128,
+    torch.int8,
+    torch.uint8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:

@@ -1,4 +1,6 @@
-"""What dot, inner and matmul share when each output is one long sum: the shape of that sum, its guards, its costs, its launches."""
+"""What dot, inner and matmul share when each output is one long sum: the shape of that sum, its guards, its
+costs, its launches.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ class Pair(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """`batch` sums of `length` products each. Strides count elements: along the sum, and from one sum to the next."""
+    """`batch` sums of `length` products each.
+
+    Strides count elements: along the sum, and from one sum to the next.
+    """
 
     length: int
     batch: int
@@ -59,7 +64,10 @@ def family(problem: Any) -> tuple[Any, int]:
         return (problem, 0)
     dense = all(stride in (0, sums.length) for stride in (sums.a_batch_stride, sums.b_batch_stride))
     batch_strides = () if dense else (sums.a_batch_stride, sums.b_batch_stride)
-    return ((sums.output, sums.a_stride, sums.b_stride, batch_strides, problem.a_dtype, problem.b_dtype), sums.length)
+    return (
+        (sums.output, sums.a_stride, sums.b_stride, batch_strides, problem.a_dtype, problem.b_dtype),
+        sums.length,
+    )
 
 
 # Guards
@@ -72,7 +80,9 @@ def refuses_all_but_sums(problem: Any) -> Iterator[str]:
     elif sums.length == 0 or sums.batch == 0:
         yield "nothing to sum, this route needs at least one product"
     if problem.a_dtype != problem.b_dtype:
-        yield f"dtypes {problem.a_dtype} and {problem.b_dtype}, this route needs one dtype".replace("torch.", "")
+        yield f"dtypes {problem.a_dtype} and {problem.b_dtype}, this route needs one dtype".replace(
+            "torch.", ""
+        )
 
 
 def refuses_on_gpu(problem: Any, device: Device) -> Iterator[str]:
@@ -94,14 +104,16 @@ def refuses_on_cpu(problem: Any, device: Device) -> Iterator[str]:
 
 
 def work(problem: Any) -> Work:
-    """Both operands read once; one multiplication and one addition a product, four of each for complex numbers."""
+    """Both operands read once; one multiplication and one addition a product, four of each for complex
+    numbers.
+    """
     elements = prod(problem.a) + prod(problem.b)
     return Work(elements * problem.a_dtype.itemsize, elements * (4 if problem.a_dtype.is_complex else 1))
 
 
 def cost(section: str, *types: str) -> Callable[[Any, Device], float | None]:
-    """A cost on devices of these types from fitted constants: the longer of `host` and of `start` plus the reading
-    at a share of the bandwidth, by dtype."""
+    """A cost on devices of these types from fitted constants: the longer of `host` and of `start` plus the
+    reading at a share of the bandwidth, by dtype."""
 
     def seconds(problem: Any, device: Device) -> float | None:
         reading = device.seconds(work(problem).bytes)
@@ -124,20 +136,28 @@ def single_launch_cost(problem: Any, device: Device) -> float | None:
     return max(fitted.host, fitted.start + max(alone, reading / fitted.share))
 
 
-# The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune` tries them all.
+# The three routes that dot, inner and matmul have in common. Configurations come best guess first; `tune`
+# tries them all.
 
 
 def single_launch_configs(problem: Any, device: Device) -> list[dict[str, int]]:
     whole = max(128, 1 << (problem.contraction().length - 1).bit_length())
     large = min(whole, 2048 if problem.a_dtype.is_complex else 8192)
     blocks = [large, 1024] if large > 1024 else [large]
-    return [{"block": block, "warps": max(1, block // (256 if problem.a_dtype.is_complex else 512))} for block in blocks]
+    return [
+        {"block": block, "warps": max(1, block // (256 if problem.a_dtype.is_complex else 512))}
+        for block in blocks
+    ]
 
 
 def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
     if problem.a_dtype.is_complex:
         return [{"block": 1024, "warps": 4, "waves": 4}, {"block": 512, "warps": 4, "waves": 8}]
-    return [{"block": 2048, "warps": 4, "waves": 8}, {"block": 8192, "warps": 16, "waves": 8}, {"block": 4096, "warps": 8, "waves": 16}]
+    return [
+        {"block": 2048, "warps": 4, "waves": 8},
+        {"block": 8192, "warps": 16, "waves": 8},
+        {"block": 4096, "warps": 8, "waves": 16},
+    ]
 
 
 SINGLE_LAUNCH: Any = {
@@ -157,14 +177,15 @@ CPU_CHUNKS: Any = {
 }  # fmt: skip
 
 
-# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is planned once.
+# Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is
+# planned once.
 
 
 def plan_sums(problem: Any, a: Tensor, b: Tensor, block: int, warps: int, waves: int = 0) -> LaunchPlan:
     """The launch that takes the sums of two tensors of this problem.
 
-    Each sum is the work of one program, or with waves of as many as fill the card so many times; the last one to end
-    then adds up what all have found.
+    Each sum is the work of one program, or with waves of as many as fill the card so many times; the last one
+    to end then adds up what all have found.
     """
     from turnout.ops.dot.kernels import dot_chunks
 
@@ -200,12 +221,15 @@ def _sums_launch(problem: Any, most: int, block: int) -> _SumsLaunch:
     numbers = (sums.length, chunks, *[stride * parts for stride in sums[2:6]], COUNTERS)
     constants = {"BLOCK": block, "CHUNKS": 1 << (chunks - 1).bit_length(), "COMPLEX": dtype.is_complex}
     strides = contiguous_strides(sums.output)
-    return _SumsLaunch(sums.batch * chunks, numbers, constants, sums.output, strides, sums.batch * chunks * parts)
+    return _SumsLaunch(
+        sums.batch * chunks, numbers, constants, sums.output, strides, sums.batch * chunks * parts
+    )
 
 
 def counters_and_room(where: torch.device, size: int) -> Tensor:
-    """Counters at zero, where kernels leave them, and room for so many float64. One for each stream, whose kernels run one after the other;
-    a graph that is being captured may be replayed on any, and has its own."""
+    """Counters at zero, where kernels leave them, and room for so many float64. One for each stream, whose
+    kernels run one after the other; a graph that is being captured may be replayed on any, and has its
+    own."""
     here = where.type == "cuda" and not is_planning() and torch._C._cuda_getDevice() == where.index
     if not here or size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(COUNTERS // 2 + size, dtype=torch.float64, device=where)
@@ -218,7 +242,9 @@ def counters_and_room(where: torch.device, size: int) -> Tensor:
 
 
 def _new_room(where: torch.device) -> Tensor:
-    """For another thread than the one that needs it: while torch.compile prepares a graph, all that its thread allocates is the graph's."""
+    """For another thread than the one that needs it: while torch.compile prepares a graph, all that its
+    thread allocates is the graph's.
+    """
     room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
     torch.cuda.current_stream(where).synchronize()
     return room

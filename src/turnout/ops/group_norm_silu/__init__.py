@@ -1,4 +1,6 @@
-"""group_norm_silu: the group norm and the activation between the convolutions of image decoders; two reads and one write."""
+"""group_norm_silu: the group norm and the activation between the convolutions of image decoders; two reads
+and one write.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ class GroupNormSilu(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, out: Tensor | None = None
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        silu: bool,
+        out: Tensor | None = None,
     ) -> GroupNormSilu:
         check(x, groups, weight, bias, out)
         return GroupNormSilu(
@@ -47,14 +55,24 @@ class GroupNormSiluInto(GroupNormSilu):
     """The same, written into a tensor that is there already."""
 
     @staticmethod
-    def of(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> GroupNormSilu:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def of(  # pyright: ignore[reportIncompatibleMethodOverride]
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        eps: float,
+        silu: bool,
+    ) -> GroupNormSilu:
         return GroupNormSilu.of(x, groups, weight, bias, eps, silu, out)
 
 
 def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor | None) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() < 2 or not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype} {list(x.shape)}, it needs to be floating-point [batch, channels, ...]")
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)}, it needs to be floating-point [batch, channels, ...]"
+        )
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(f"{channels} channels in {groups} groups, they need to be groups of one size")
@@ -62,17 +80,22 @@ def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ou
         if given is None:
             continue
         if tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device:
-            raise ValueError(f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}")
+            raise ValueError(
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}"
+            )
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
             f"out is {out.dtype} {list(out.shape)} on {out.device}, it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
         )
 
 
-def normalised(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+def normalised(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
     """PyTorch's own norm, then its activation.
 
-    An x without elements has a norm without elements. That is said here because torch is of several minds about
+    An x without elements has a norm without elements. That is said here because torch is of several minds
+    about
     it: 2.13 gives it back with NaN for the weight's gradient, 2.15 raises.
     """
     elements = x.numel()
@@ -100,18 +123,24 @@ def _empty_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
     return y.to(x.dtype)
 
 
-def reference(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+def reference(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
     check(x, groups, weight, bias, None)
     return in_format_of(normalised(x, groups, weight, bias, eps, silu), x)
 
 
-def reference_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+def reference_into(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool
+) -> None:
     check(x, groups, weight, bias, out)
     out.copy_(normalised(x, groups, weight, bias, eps, silu))
 
 
 def work(problem: GroupNormSilu) -> Work:
-    """x read for its moments and again for the norm, the output written once; about ten operations an element."""
+    """x read for its moments and again for the norm, the output written once; about ten operations an
+    element.
+    """
     size = problem.elements * problem.dtype.itemsize
     return Work(3 * size, 10 * problem.elements, size)
 
@@ -131,8 +160,8 @@ def positions(shape: Sequence[int], strides: Sequence[int], out_strides: Sequenc
 
 
 class Axis(NamedTuple):
-    """One dimension of the positions of a padded x: sizes of the output and of x, how many positions of the output
-    come before the first of x, and the steps from one to the next."""
+    """One dimension of the positions of a padded x: sizes of the output and of x, how many positions of the
+    output come before the first of x, and the steps from one to the next."""
 
     size: int
     x_size: int
@@ -141,13 +170,18 @@ class Axis(NamedTuple):
     out_step: int
 
 
-LARGE_ON_CPU = 2**24  # bytes of an x that does not stay in the cache; what is made of it is then memory not used before
+LARGE_ON_CPU = (
+    2**24
+)  # bytes of an x that does not stay in the cache; what is made of it is then memory not used before
 MOST_AXES = 3  # of positions that have gaps between them
 ONE = Axis(1, 1, 0, 0, 0)
 
 
-def axes(shape: Sequence[int], strides: Sequence[int], out_strides: Sequence[int], padding: Sequence[int] = ()) -> list[Axis] | None:
-    """All dimensions but batch and channels as three, the widest step of the output first; None where that are too few.
+def axes(
+    shape: Sequence[int], strides: Sequence[int], out_strides: Sequence[int], padding: Sequence[int] = ()
+) -> list[Axis] | None:
+    """All dimensions but batch and channels as three, the widest step of the output first; None where that
+    are too few.
 
     shape and strides are x's; padding is as in `torch.nn.functional.pad`, the last dimension first.
 
@@ -162,7 +196,12 @@ Axis(size=5, x_size=5, before=0, x_step=4, out_step=4)]
     found = [
         Axis(size + before + after, size, before, x_step, out_step)
         for size, before, after, x_step, out_step in zip(
-            shape[2:], [0] * missing + befores, [0] * missing + afters, strides[2:], out_strides[2:], strict=True
+            shape[2:],
+            [0] * missing + befores,
+            [0] * missing + afters,
+            strides[2:],
+            out_strides[2:],
+            strict=True,
         )
         if size + before + after != 1
     ]
@@ -181,8 +220,8 @@ Axis(size=5, x_size=5, before=0, x_step=4, out_step=4)]
 
 
 def layout(problem: GroupNormSilu) -> Literal["rows", "gapped-rows", "planes", "strided"]:
-    """Which elements are side by side in x and in the output: channels, at positions that are one walk (rows) or have
-    gaps (gapped-rows); positions; or neither in both."""
+    """Which elements are side by side in x and in the output: channels, at positions that are one walk (rows)
+    or have gaps (gapped-rows); positions; or neither in both."""
     where = positions(problem.shape, problem.strides, problem.out_strides)
     rows = problem.strides[1] == problem.out_strides[1] == 1 and problem.shape[1] > 1
     if where is None:
@@ -204,9 +243,9 @@ def family(problem: GroupNormSilu) -> tuple[tuple, int]:
 
 
 def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
-    """On a GPU one block takes the moments of one group, 1.1e9 values a second on an H200, and channels-last is copied there and back.
-    On a CPU as measured with torch 2.13 on one core, see NOTES.md: two passes in its cache, and where x is larger two
-    fresh tensors."""
+    """On a GPU one block takes the moments of one group, 1.1e9 values a second on an H200, and channels-last
+    is copied there and back. On a CPU as measured with torch 2.13 on one core, see NOTES.md: two passes in
+    its cache, and where x is larger two fresh tensors."""
     fitted = device.fitted("group_norm_silu.reference")
     if device.type == "cuda":
         groups = max(1, problem.shape[0] * problem.groups)
@@ -239,11 +278,12 @@ def group_norm_silu(
 ) -> Tensor:  # fmt: skip
     """`silu(group_norm(x))` in two launches, in any memory format; `silu=False` leaves the activation out.
 
-    x: `[B, C, ...]`; weight, bias: `[C]` or None. Moments are taken in float32 and hold where the mean is far from zero. Returns a tensor
-    in x's memory format.
+    x: `[B, C, ...]`; weight, bias: `[C]` or None. Moments are taken in float32 and hold where the mean is far
+    from zero. Returns a tensor in x's memory format.
 
-    out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of a causal convolution;
-    it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap x: all of x is read first.
+    out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of
+    a causal convolution; it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap
+    x: all of x is read first.
 
     >>> import torch, turnout
     >>> x = torch.randn(2, 6, 8, 8) + 1000

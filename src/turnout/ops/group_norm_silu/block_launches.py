@@ -19,8 +19,8 @@ BLOCKS_AT_ONCE = 32
 
 
 def steps_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, tuple[int, ...]] | None:
-    """How many frames there are, and the steps from frame to frame, row to row and column to column; None where the
-    dimensions before the rows are not one walk.
+    """How many frames there are, and the steps from frame to frame, row to row and column to column; None
+    where the dimensions before the rows are not one walk.
 
     >>> steps_of((1, 8, 2, 3, 5), (240, 1, 120, 40, 8)), steps_of((1, 8, 5), (40, 1, 8))
     ((2, (120, 40, 8)), (1, (0, 0, 8)))
@@ -68,7 +68,9 @@ def launch_moments(sums: Tensor, count: int, eps: float) -> Tensor:
     return moments
 
 
-def launch_norm(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, silu: bool, out: Tensor) -> Tensor:
+def launch_norm(
+    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, silu: bool, out: Tensor
+) -> Tensor:
     """`blocks.normalise`."""
     from turnout.ops.group_norm_silu.block_kernels import block_apply
 

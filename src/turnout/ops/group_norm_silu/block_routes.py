@@ -1,4 +1,6 @@
-"""Routes of the group norms whose sums are those of blocks, so that a picture in parts has the same bits as one in one piece."""
+"""Routes of the group norms whose sums are those of blocks, so that a picture in parts has the same bits as
+one in one piece.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import torch
 from torch import Tensor
 
 from turnout.ops import needs
-from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, LARGE_ON_CPU, MOST_AXES, GroupNormSilu
+from turnout.ops.group_norm_silu import (
+    GROUP_NORM_SILU,
+    GROUP_NORM_SILU_INTO,
+    LARGE_ON_CPU,
+    MOST_AXES,
+    GroupNormSilu,
+)
 from turnout.ops.group_norm_silu import routes as shared
 from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums, steps_of
 from turnout.ops.group_norm_silu.blocks import (
@@ -24,7 +32,14 @@ from turnout.ops.group_norm_silu.blocks import (
     rows_and_columns,
     scaled,
 )
-from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, fill_border, inside_of, padded_shape, padded_strides
+from turnout.ops.group_norm_silu.padded import (
+    GROUP_NORM_SILU_PAD,
+    GroupNormSiluPad,
+    fill_border,
+    inside_of,
+    padded_shape,
+    padded_strides,
+)
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.layouts import folded
 from turnout.routing.device import Device
@@ -33,12 +48,18 @@ NAME = "cpu-block-sums"
 NAME_ON_GPU = "block-sums"
 
 
-def refuses_anywhere(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
+def refuses_anywhere(
+    problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device
+) -> Iterator[str]:
     yield from needs.needs_numba(device)
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
-    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
-    if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=False)):
+    yield from needs.needs_half_or_single(
+        x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype
+    )
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=False)
+    ):
         yield "an output whose elements share memory, this route needs one place for each"
     sizes, _ = folded(problem.shape[2:], problem.strides[2:], problem.out_strides[2:])
     if len(sizes) > MOST_AXES:
@@ -57,9 +78,13 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
     fitted, rows = device.fitted("group_norm_silu.cpu-blocks"), problem.strides[1] == 1
     blocks = prod([-(-size // grain(size)) for size in rows_and_columns(problem.shape)])
     sums = problem.elements * (fitted.sums_rows if rows else fitted.sums_planes)
-    reduced = problem.shape[0] * problem.shape[1] * blocks * (fitted.block_rows if rows else fitted.block_planes)
+    reduced = (
+        problem.shape[0] * problem.shape[1] * blocks * (fitted.block_rows if rows else fitted.block_planes)
+    )
     large = problem.elements * problem.dtype.itemsize >= LARGE_ON_CPU
-    written = problem.elements * (fitted.written + (fitted.byte_of_large * problem.dtype.itemsize if large else 0))
+    written = problem.elements * (
+        fitted.written + (fitted.byte_of_large * problem.dtype.itemsize if large else 0)
+    )
     return fitted.start + (sums + reduced + written) / device.cores
 
 
@@ -85,19 +110,31 @@ def room_for(x: Tensor, padding: list[int]) -> Tensor:
 
 
 @GROUP_NORM_SILU.route(NAME, refuses=refuses_anywhere, **ON_CPU)
-def in_blocks(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+def in_blocks(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
     return normalise(x, moments(x, groups, eps), weight, bias, silu=silu)
 
 
-# All of x is read for the sums before the first value is written, and then each value before its own place is.
+# All of x is read for the sums before the first value is written, and then each value before its own place
+# is.
 @GROUP_NORM_SILU_INTO.route(NAME, refuses=refuses_anywhere, in_place=("x",), **ON_CPU)
-def in_blocks_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+def in_blocks_into(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool
+) -> None:
     normalise(x, moments(x, groups, eps), weight, bias, silu=silu, out=out)
 
 
 @GROUP_NORM_SILU_PAD.route(NAME, refuses=refuses_anywhere, **ON_CPU)
 def in_blocks_padded(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    padding: list[int],
+    mode: str,
 ) -> Tensor:
     out = room_for(x, padding)
     normalise(x, moments(x, groups, eps), weight, bias, silu=silu, out=inside_of(out, padding))
@@ -110,13 +147,17 @@ def in_blocks_scaled(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
     first_apart: bool,
 ) -> Tensor:  # fmt: skip
-    return normalise_scaled(x, moments(x, groups, eps), weight, bias, scale, shift, silu=silu, first_apart=first_apart)
+    return normalise_scaled(
+        x, moments(x, groups, eps), weight, bias, scale, shift, silu=silu, first_apart=first_apart
+    )
 
 
 # Routes on a GPU. Not measured: they have no cost, so that nothing but a pin or a measured row chooses them.
 
 
-def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
+def refuses_on_gpu(
+    problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device
+) -> Iterator[str]:
     yield from shared.refuses_on_gpu(problem, device)
     channels = problem.shape[1]
     if channels == 1 or (problem.strides[1], problem.out_strides[1]) != (1, 1):
@@ -131,29 +172,50 @@ def no_cost(problem: Any, device: Device) -> None:
     return None
 
 
-BLOCK_KERNELS = [f"turnout.ops.group_norm_silu.block_kernels:block_{step}" for step in ("sums", "moments", "apply")]
-ON_GPU: Any = {"refuses": refuses_on_gpu, "cost": no_cost, "numerics": "close", "version": 1, "kernels": BLOCK_KERNELS}
+BLOCK_KERNELS = [
+    f"turnout.ops.group_norm_silu.block_kernels:block_{step}" for step in ("sums", "moments", "apply")
+]
+ON_GPU: Any = {
+    "refuses": refuses_on_gpu,
+    "cost": no_cost,
+    "numerics": "close",
+    "version": 1,
+    "kernels": BLOCK_KERNELS,
+}
 
 
-def norm_on_gpu(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, out: Tensor) -> Tensor:
+def norm_on_gpu(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, out: Tensor
+) -> Tensor:
     where = Where.whole(x.shape)
     sums = launch_sums(x, groups, (grain(where.height), grain(where.width)), blocks_of(x.shape, where))
     return launch_norm(x, launch_moments(sums, prod(x.shape[1:]) // groups, eps), weight, bias, silu, out)
 
 
 @GROUP_NORM_SILU.route(NAME_ON_GPU, **ON_GPU)
-def on_gpu(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+def on_gpu(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
     return norm_on_gpu(x, groups, weight, bias, eps, silu, torch.empty_like(x))
 
 
 @GROUP_NORM_SILU_INTO.route(NAME_ON_GPU, in_place=("x",), fails_before_writing=True, **ON_GPU)
-def on_gpu_into(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool) -> None:
+def on_gpu_into(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool
+) -> None:
     norm_on_gpu(x, groups, weight, bias, eps, silu, out)
 
 
 @GROUP_NORM_SILU_PAD.route(NAME_ON_GPU, **ON_GPU)
 def on_gpu_padded(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    padding: list[int],
+    mode: str,
 ) -> Tensor:
     out = room_for(x, padding)
     norm_on_gpu(x, groups, weight, bias, eps, silu, inside_of(out, padding))

@@ -1,13 +1,16 @@
-"""Group norms of a picture that lies in parts: sums of each block of rows and columns, their moments, the norm.
+"""Group norms of a picture that lies in parts: sums of each block of rows and columns, their moments, the
+norm.
 
-Blocks are those of the whole picture. So its parts, cut where blocks begin, have the sums that the whole has, and
-moments are taken of all of them in one order: the bits do not depend on how many parts there are, nor along which axis
-they were cut. The routes "cpu-block-sums" and "block-sums" are these three steps for a picture in one piece.
+Blocks are those of the whole picture. So its parts, cut where blocks begin, have the sums that the whole has,
+and
+moments are taken of all of them in one order: the bits do not depend on how many parts there are, nor along
+which axis they were cut. The routes "cpu-block-sums" and "block-sums" are these three steps for a picture in
+one piece.
 
-    sums = block_sums(part, groups, where)                # [B, down, across, 2, groups], of this part
-    sums = ...                                            # those of all parts, side by side along `down` or `across`
-    moments = moments_of(sums, values_of_a_group, eps)    # [B, 3, groups]
-    y = normalise(part, groups, moments, weight, bias)
+    sums = block_sums(part, groups, where)                # [B, down, across, 2, groups], of this part sums =
+    ...                                            # those of all parts, side by side along `down` or `across`
+    moments = moments_of(sums, values_of_a_group, eps)    # [B, 3, groups] y = normalise(part, groups,
+    moments, weight, bias)
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ MOST_BLOCKS = 32  # along an axis of a size that is a power of two; fewer than t
 
 
 class Where(NamedTuple):
-    """Which rows and columns of a whole picture a tensor has: the sizes of the whole, and where the tensor begins."""
+    """Which rows and columns of a whole picture a tensor has: the sizes of the whole, and where the tensor
+    begins.
+    """
 
     height: int
     width: int
@@ -46,8 +51,8 @@ class Where(NamedTuple):
 def grain(size: int) -> int:
     """Positions of one block along an axis of so many: pictures are cut at multiples of it. A power of two.
 
-    An axis that is twice as long, or twice as long and one more, has blocks at most twice as large: what is cut at a
-    multiple of the grain of latents is so at every size of a decoder and of an encoder.
+    An axis that is twice as long, or twice as long and one more, has blocks at most twice as large: what is
+    cut at a multiple of the grain of latents is so at every size of a decoder and of an encoder.
 
     >>> [grain(size) for size in (1, 63, 127, 128, 255, 256, 1080)]
     [1, 1, 2, 4, 4, 8, 32]
@@ -68,7 +73,9 @@ def blocks_of(shape: Sequence[int], where: Where) -> tuple[int, int]:
     """How many blocks a part has, downwards and across. Raises where it is not made of whole ones."""
     counts = []
     names = ("rows", "columns")
-    for name, size, first, all_of_them in zip(names, rows_and_columns(shape), where[2:], where[:2], strict=True):
+    for name, size, first, all_of_them in zip(
+        names, rows_and_columns(shape), where[2:], where[:2], strict=True
+    ):
         step, end = grain(all_of_them), first + size
         if first < 0 or end > all_of_them or first % step or (end % step and end != all_of_them):
             raise ValueError(
@@ -79,11 +86,12 @@ def blocks_of(shape: Sequence[int], where: Where) -> tuple[int, int]:
 
 
 def block_sums(x: Tensor, groups: int, where: Where | None = None) -> Tensor:
-    """Sums of the values and of their squares in each block and group: float64 `[B, down, across, 2, groups]`.
+    """Sums of the values and of their squares in each block and group: float64 `[B, down, across, 2,
+    groups]`.
 
-    x: `[B, C, ...]` with any strides, in a half type or float32; where: which part of the whole it is. It needs to
-    begin and to end at multiples of the grain, or where the whole ends. Sums are over all dimensions between the
-    channels and the rows, too.
+    x: `[B, C, ...]` with any strides, in a half type or float32; where: which part of the whole it is. It
+    needs to begin and to end at multiples of the grain, or where the whole ends. Sums are over all dimensions
+    between the channels and the rows, too.
 
     >>> import torch
     >>> x = torch.randn(1, 4, 6, 130)
@@ -118,8 +126,8 @@ def block_sums(x: Tensor, groups: int, where: Where | None = None) -> Tensor:
 
 
 def moments_of(sums: Tensor, count: int, eps: float) -> Tensor:
-    """What the norm needs, from the sums of all blocks of the whole: float32 `[B, 3, groups]`, the mean as a rough number
-    and what is missing, and the inverse root of the variance.
+    """What the norm needs, from the sums of all blocks of the whole: float32 `[B, 3, groups]`, the mean as a
+    rough number and what is missing, and the inverse root of the variance.
 
     sums: `[B, down, across, 2, groups]`; count: how many values a group of one batch entry has in the whole.
     """
@@ -133,7 +141,13 @@ def moments_of(sums: Tensor, count: int, eps: float) -> Tensor:
 
 
 def normalise(
-    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, *, silu: bool = True, out: Tensor | None = None
+    x: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    silu: bool = True,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The norm of x with moments of the whole that it is a part of, and SiLU: into `out`, or a new tensor.
 
@@ -163,9 +177,21 @@ def normalise(
         given = (flat(x), x.stride(0), x_steps, norm, flat(out), out.stride(0), out_steps, sizes, silu)
         in_shares(functools.partial(kernels.apply_rows, *given), batch * positions)
     else:
-        given = (flat(x), *x.stride()[:2], x_steps, norm, flat(out), *out.stride()[:2], out_steps, sizes, silu)
+        given = (
+            flat(x),
+            *x.stride()[:2],
+            x_steps,
+            norm,
+            flat(out),
+            *out.stride()[:2],
+            out_steps,
+            sizes,
+            silu,
+        )
         tiles = -(-sizes[2] // kernels.TILE)
-        in_shares(functools.partial(kernels.apply_lines, *given), batch * channels * sizes[0] * sizes[1] * tiles)
+        in_shares(
+            functools.partial(kernels.apply_lines, *given), batch * channels * sizes[0] * sizes[1] * tiles
+        )
     return out
 
 
@@ -173,8 +199,8 @@ def normalise_scaled(
     x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor,
     *, silu: bool = True, first_apart: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`. On a CPU the channels of an x that
-    has them apart are put side by side first, and back."""
+    """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`. On a CPU the channels
+    of an x that has them apart are put side by side first, and back."""
     if x.device.type != "cpu":
         return scaled(normalise(x, moments, weight, bias, silu=False), scale, shift, silu, first_apart)
     import numpy as np
@@ -228,7 +254,10 @@ def _norm(moments: Tensor, channels: int, weight: Tensor | None, bias: Tensor | 
 
 def _offsets(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Where each of the positions of some dimensions begins, the last dimension fastest."""
-    ranges = [range(0, size * stride, stride) if stride else [0] * size for size, stride in zip(sizes, strides, strict=True)]
+    ranges = [
+        range(0, size * stride, stride) if stride else [0] * size
+        for size, stride in zip(sizes, strides, strict=True)
+    ]
     return [sum(place) for place in itertools.product(*ranges)]
 
 

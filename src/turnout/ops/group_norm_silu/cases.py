@@ -15,7 +15,14 @@ from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
 def case(
-    name: str, source: str, shape: tuple[int, ...], layout: str, dtype: torch.dtype = BF16, *, groups: int = 32, silu: bool = True
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype = BF16,
+    *,
+    groups: int = 32,
+    silu: bool = True,
 ) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
@@ -46,16 +53,21 @@ CALLS = [
 
 
 def inside_border(x: Tensor, before: int = 2, edge: int = 1) -> Tensor:
-    """A place like x `[B, C, ..., H, W]`, channels side by side: the inside of a larger buffer of zeros, with `before`
-    frames in front and `edge` pixels around."""
+    """A place like x `[B, C, ..., H, W]`, channels side by side: the inside of a larger buffer of zeros, with
+    `before` frames in front and `edge` pixels around."""
     batch, channels, *sizes = x.shape
     befores = [before] * (len(sizes) - 2) + [edge] * 2
-    padded = [size + low + (edge if axis >= len(sizes) - 2 else 0) for axis, (size, low) in enumerate(zip(sizes, befores, strict=True))]
+    padded = [
+        size + low + (edge if axis >= len(sizes) - 2 else 0)
+        for axis, (size, low) in enumerate(zip(sizes, befores, strict=True))
+    ]
     buffer = x.new_zeros(batch, *padded, channels).movedim(-1, 1)
     return buffer[(..., *[slice(low, low + size) for low, size in zip(befores, sizes, strict=True)])]
 
 
-def eager(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool) -> Tensor:
+def eager(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool
+) -> Tensor:
     """What diffusers does: PyTorch's norm, then its activation."""
     return normalised(x, groups, weight, bias, eps, silu)
 
@@ -75,7 +87,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid call, small: layouts, group sizes odd and even, a mean away from zero."""
     dtype = draw.choice((FP32, FP32, FP16, BF16, BF16, torch.float64))
     groups, each = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 3, 4))
-    rest = draw.choice(((130,), (9, 13), (5, 5, 5), (2, 8, 8), (64,), (7, 16), (3, 6, 7), (1, 96), (), (1,), (2, 0)))
+    rest = draw.choice(
+        ((130,), (9, 13), (5, 5, 5), (2, 8, 8), (64,), (7, 16), (3, 6, 7), (1, 96), (), (1,), (2, 0))
+    )
     shape = (draw.choice((1, 1, 1, 2)), groups * each, *rest)
     x = small_integers(draw, shape, dtype, device)
     if draw.random() < 0.4:
@@ -83,7 +97,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     if draw.random() < 0.3 and 0 not in x.stride():
         x += 40
     given = dtype if draw.random() < 0.8 else FP32
-    weight, bias = (small_integers(draw, (shape[1],), given, device) if draw.random() < 0.8 else None for _ in range(2))
+    weight, bias = (
+        small_integers(draw, (shape[1],), given, device) if draw.random() < 0.8 else None for _ in range(2)
+    )
     silu = draw.random() < 0.7
     if x.dim() > 3 and x.stride(1) == 1 and draw.random() < 0.4:
         x = inside_border(x).copy_(x)

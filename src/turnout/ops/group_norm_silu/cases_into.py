@@ -31,8 +31,8 @@ def case(
 
 
 HUNYUAN = "HunyuanVideo VAE, 544 x 960, 33 frames"
-# Its norms, from the middle block to the last, of 5 latent frames: diffusers decodes them in tiles of that many unless
-# told otherwise. Then the largest in one piece.
+# Its norms, from the middle block to the last, of 5 latent frames: diffusers decodes them in tiles of that
+# many unless told otherwise. Then the largest in one piece.
 SHAPES = (
     (1, 512, 5, 68, 120), (1, 512, 5, 136, 240), (1, 512, 9, 272, 480), (1, 256, 9, 272, 480), (1, 256, 17, 544, 960),
     (1, 128, 17, 544, 960), (1, 128, 33, 544, 960),
@@ -42,15 +42,27 @@ CALLS = [
     case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4).only_for_tests(),
     case("tiny", (2, 6, 2, 3, 5), FIRST, torch.float16, groups=3).only_for_tests(),
     *(case("video", (1, 128, 20, 256, 256), layout) for layout in (LAST, FIRST)),
-    case("tiny inside a border", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4, place=inside_border).only_for_tests(),
-    case("tiny from border to border", (1, 8, 2, 3, 5), LAST, torch.float16, groups=2, place=inside_border, gapped=True).only_for_tests(),
+    case(
+        "tiny inside a border", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4, place=inside_border
+    ).only_for_tests(),
+    case(
+        "tiny from border to border",
+        (1, 8, 2, 3, 5),
+        LAST,
+        torch.float16,
+        groups=2,
+        place=inside_border,
+        gapped=True,
+    ).only_for_tests(),
     *(case("inside a border", shape, LAST, place=inside_border) for shape in SHAPES),
     case("inside a border", (1, 256, 9, 272, 480), LAST, torch.float32, place=inside_border),
     case("from border to border", (1, 256, 9, 272, 480), LAST, place=inside_border, gapped=True),
 ]
 
 
-def eager(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any) -> Tensor:
+def eager(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any
+) -> Tensor:
     """What diffusers does, then a copy behind the cache."""
     return out.copy_(cases.eager(x, groups, weight, bias, *rest))
 
@@ -58,7 +70,9 @@ def eager(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ou
 PEERS = {"diffusers": eager}
 
 
-def copy(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any) -> Tensor:
+def copy(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, *rest: Any
+) -> Tensor:
     """x into its place: two of the three passes this op needs."""
     return out.copy_(x)
 

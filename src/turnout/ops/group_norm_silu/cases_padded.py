@@ -32,15 +32,26 @@ def case(
 
 CALLS = [
     case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4).only_for_tests(),
-    case("tiny reflected", (1, 6, 4, 3), LAST, torch.float16, groups=2, padding=(1, 2, 3, 0), mode="reflect").only_for_tests(),
-    case("tiny in zeros", (1, 6, 4, 3), FIRST, torch.float32, groups=2, padding=(1, 2, 3, 0), mode="constant").only_for_tests(),
+    case(
+        "tiny reflected", (1, 6, 4, 3), LAST, torch.float16, groups=2, padding=(1, 2, 3, 0), mode="reflect"
+    ).only_for_tests(),
+    case(
+        "tiny in zeros", (1, 6, 4, 3), FIRST, torch.float32, groups=2, padding=(1, 2, 3, 0), mode="constant"
+    ).only_for_tests(),
     *(case("replicated", shape) for shape in cases_into.SHAPES),
     case("replicated", (1, 256, 9, 272, 480), dtype=torch.float32),
 ]
 
 
 def eager(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    padding: list[int],
+    mode: str,
 ) -> Tensor:
     """What diffusers does: PyTorch's norm, its activation, then a copy with the border."""
     return F.pad(normalised(x, groups, weight, bias, eps, silu), tuple(padding), mode)

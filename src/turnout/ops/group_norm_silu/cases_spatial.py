@@ -35,7 +35,9 @@ def case(
 
 
 CALLS = [
-    case("tiny", (2, 12, 3, 4, 6), (2, 2, 3), LAST, torch.float32, groups=4, first_apart=True).only_for_tests(),
+    case(
+        "tiny", (2, 12, 3, 4, 6), (2, 2, 3), LAST, torch.float32, groups=4, first_apart=True
+    ).only_for_tests(),
     case("tiny", (1, 6, 4, 8), (4, 2), LAST, torch.float16, groups=3, silu=False).only_for_tests(),
     case("tiny", (1, 6, 2, 4, 6), (2, 2, 3), FIRST, torch.float32, groups=2).only_for_tests(),
     case("cogvideox", (1, 512, 2, 60, 90), (2, 60, 90)),
@@ -85,7 +87,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     for dim, size in enumerate(x.shape[2:]):
         apart = int(first_apart and dim == 0)
         rest = size - apart
-        smalls.append(apart + draw.choice([n for n in range(1, rest + 1) if rest % n == 0]) if rest else apart)
+        smalls.append(
+            apart + draw.choice([n for n in range(1, rest + 1) if rest % n == 0]) if rest else apart
+        )
     shape, dtype = (*x.shape[:2], *smalls), x.dtype if draw.random() < 0.8 else torch.float32
     made = []
     for _ in range(2):

@@ -24,7 +24,9 @@ MOMENTS = 3  # numbers that a part leaves for each group
 
 
 class Plan(NamedTuple):
-    """Two kernels: how many programs, which numbers, which constants each has; and how many moments lie between them."""
+    """Two kernels: how many programs, which numbers, which constants each has; and how many moments lie
+    between them.
+    """
 
     partial: int
     moments: tuple[Any, int, tuple[int, ...], dict[str, Any]]
@@ -32,12 +34,16 @@ class Plan(NamedTuple):
 
 
 def parts_of(work: int, programs: int) -> int:
-    """How many parts to make of so many pieces of work: a power of two, since every program of the second kernel reads them all."""
+    """How many parts to make of so many pieces of work: a power of two, since every program of the second
+    kernel reads them all.
+    """
     return 1 << (max(1, min(work, programs)).bit_length() - 1)
 
 
 def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
-    """Groups of one program that has about so many columns, columns of one group (a power of two), and how many such blocks there are."""
+    """Groups of one program that has about so many columns, columns of one group (a power of two), and how
+    many such blocks there are.
+    """
     each = power_of_two(channels // groups)
     together = max(1, min(power_of_two(groups), columns // each))
     return together, each, ceil_div(groups, together)
@@ -48,8 +54,8 @@ def rows_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
     columns: int, rows: int, unroll: int, waves: int, walks: int,
 ) -> Plan:  # fmt: skip
-    """Channels side by side: `waves` and `walks` programs for each multiprocessor take moments and apply them, `unroll` tiles of `rows`
-    rows and about `columns` channels at a time."""
+    """Channels side by side: `waves` and `walks` programs for each multiprocessor take moments and apply
+    them, `unroll` tiles of `rows` rows and about `columns` channels at a time."""
     from turnout.ops.group_norm_silu.kernels import row_apply, row_moments
 
     where = positions(shape, strides, out_strides)
@@ -65,7 +71,12 @@ def rows_plan(
     return Plan(
         batch * parts * MOMENTS * groups,
         (row_moments, batch * parts * blocks, (where.size, groups, parts, blocks, *far[:2]), tile),
-        (row_apply, batch * programs * blocks, (where.size, groups, parts, blocks, programs, *far), {**tile, "PARTS": parts}),
+        (
+            row_apply,
+            batch * programs * blocks,
+            (where.size, groups, parts, blocks, programs, *far),
+            {**tile, "PARTS": parts},
+        ),
     )
 
 
@@ -74,8 +85,8 @@ def planes_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
     lanes: int, unroll: int, waves: int,
 ) -> Plan:  # fmt: skip
-    """Positions side by side: `waves` programs for each multiprocessor take moments, `unroll` tiles of `lanes` positions at a time;
-    then every program applies them to as many of one channel."""
+    """Positions side by side: `waves` programs for each multiprocessor take moments, `unroll` tiles of
+    `lanes` positions at a time; then every program applies them to as many of one channel."""
     from turnout.ops.group_norm_silu.kernels import plane_apply, plane_moments
 
     where = positions(shape, strides, out_strides)
@@ -90,7 +101,12 @@ def planes_plan(
     return Plan(
         batch * groups * parts * MOMENTS,
         (plane_moments, batch * groups * parts, (where.size, groups, each, parts, *far[:2]), tile),
-        (plane_apply, programs, (where.size, width, groups, each, parts, *far), {**tile, "PARTS": parts, "STAT_TILE": span}),
+        (
+            plane_apply,
+            programs,
+            (where.size, width, groups, each, parts, *far),
+            {**tile, "PARTS": parts, "STAT_TILE": span},
+        ),
     )
 
 
@@ -104,8 +120,8 @@ class Reciprocal(NamedTuple):
 def reciprocal(divisor: int) -> Reciprocal:
     """For dividing numbers from 0 to 2**31 - 1 by a divisor from 1 to 2**31 - 1, rounding down.
 
-    With 2**31 <= magic < 2**32 and magic * divisor - 2**(31 + shift) < 2**shift the product is off by less than
-    1 / divisor, so that it has the right whole part (Granlund and Montgomery, 1994).
+    With 2**31 <= magic < 2**32 and magic * divisor - 2**(31 + shift) < 2**shift the product is off by less
+    than 1 / divisor, so that it has the right whole part (Granlund and Montgomery, 1994).
 
     >>> magic, shift = reciprocal(962)
     >>> [(2 * n * magic >> 32) >> shift for n in (0, 961, 962, 2**31 - 1)]
@@ -131,8 +147,8 @@ def gapped_plan(
     padding: tuple[int, ...], mode: str, shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...],
     groups: int, itemsize: int, off: int, units: int, columns: int, rows: int, unroll: int, waves: int, walks: int,
 ) -> Plan:  # fmt: skip
-    """Channels side by side, positions with gaps in x, in the output or in both; or a border around x, whose mode is as
-    in `torch.nn.functional.pad`. The numbers of a tile are as in `rows_plan`."""
+    """Channels side by side, positions with gaps in x, in the output or in both; or a border around x, whose
+    mode is as in `torch.nn.functional.pad`. The numbers of a tile are as in `rows_plan`."""
     from turnout.ops.group_norm_silu import gapped_kernels as kernels
     from turnout.ops.group_norm_silu.kernels import row_moments
 
@@ -144,9 +160,13 @@ def gapped_plan(
     size, walked = math.prod(shape[2:]), math.prod(axis.size for axis in walk)
     parts = parts_of(ceil_div(size, rows * unroll), units * waves // (batch * blocks))
     programs = min(ceil_div(walked, rows * unroll), max(1, units * walks // (batch * blocks)))
-    x_steps, out_steps = ([axis[i] for axis in walk] for i in (Axis._fields.index("x_step"), Axis._fields.index("out_step")))
+    x_steps, out_steps = (
+        [axis[i] for axis in walk] for i in (Axis._fields.index("x_step"), Axis._fields.index("out_step"))
+    )
     far = (strides[0], *x_steps, out_strides[0], *out_steps)
-    vector = widest_vector(itemsize, off, channels if each == wide else each, *far, *[axis.x_step for axis in own])
+    vector = widest_vector(
+        itemsize, off, channels if each == wide else each, *far, *[axis.x_step for axis in own]
+    )
     tile = {"CG": each, "GB": together, "CB": wide, "BP": rows, "U": unroll, "V": vector}
     first = (batch * parts * blocks, (size, groups, parts, blocks, strides[0]))
     one = positions(shape, strides, strides)
@@ -154,7 +174,12 @@ def gapped_plan(
         moments = (row_moments, first[0], (*first[1], one.x_step), tile)
     else:
         steps = tuple([axis.x_step for axis in own])
-        moments = (kernels.gapped_moments, first[0], (*first[1], *steps, *walk_of([axis.size for axis in own])), tile)
+        moments = (
+            kernels.gapped_moments,
+            first[0],
+            (*first[1], *steps, *walk_of([axis.size for axis in own])),
+            tile,
+        )
     sizes, padded = [axis.size for axis in walk], any(padding)
     x_sizes, befores = tuple([axis.x_size for axis in walk]), tuple([axis.before for axis in walk])
     constants = {
@@ -172,8 +197,8 @@ def spatial_plan(
     scale_shape: tuple[int, ...], scale_strides: tuple[int, ...], shift_strides: tuple[int, ...], first_apart: bool, units: int,
     columns: int, rows: int, unroll: int, waves: int, walks: int,
 ) -> Plan:  # fmt: skip
-    """Channels side by side in all tensors, and a scale and a shift for each block of positions. itemsize: of the widest
-    elements. The numbers of a tile are as in `rows_plan`."""
+    """Channels side by side in all tensors, and a scale and a shift for each block of positions. itemsize: of
+    the widest elements. The numbers of a tile are as in `rows_plan`."""
     from turnout.ops.group_norm_silu.gapped_kernels import spatial_apply
 
     # Moments are taken of x alone: four tiles of it at a time.
@@ -184,7 +209,10 @@ def spatial_plan(
     programs = min(ceil_div(size, rows * unroll), max(1, units * walks // (shape[0] * blocks)))
     ones, dims = MOST_AXES - (len(shape) - 2), range(2, len(shape))
     # Of a picture or a line too, the first dimension is the deep axis, along which the first may be apart.
-    steps = [(step[0], step[2], *[0] * ones, *step[3:]) for step in (strides, out_strides, scale_strides, shift_strides)]
+    steps = [
+        (step[0], step[2], *[0] * ones, *step[3:])
+        for step in (strides, out_strides, scale_strides, shift_strides)
+    ]
     shares = [repeats(shape[dim], scale_shape[dim], int(first_apart and dim == 2)) for dim in dims]
     divisors = [number for share in (shares[0], *[1] * ones, *shares[1:]) for number in reciprocal(share)]
     vector = widest_vector(itemsize, off, moments[3]["V"], *[number for step in steps for number in step])
@@ -200,8 +228,13 @@ def plan_spatial(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, out: Tensor, eps: float,
     silu: bool, first_apart: bool, *tile: int, warps: int,
 ) -> LaunchPlan:  # fmt: skip
-    """The launches that `spatial_plan` says. Where the channels of scale or shift are not side by side, copies are taken."""
-    scale, shift = (t if t.stride(1) == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift))
+    """The launches that `spatial_plan` says.
+
+    Where the channels of scale or shift are not side by side, copies are taken.
+    """
+    scale, shift = (
+        t if t.stride(1) == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift)
+    )
     units, off = Device.of(x.device).units, misaligned(x, out, scale, shift)
     itemsize = max(x.element_size(), scale.element_size(), shift.element_size())
     plan = spatial_plan(

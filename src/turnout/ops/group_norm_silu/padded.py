@@ -1,4 +1,6 @@
-"""group_norm_silu_pad: the group norm and the activation of a video decoder, inside the border that its convolution needs."""
+"""group_norm_silu_pad: the group norm and the activation of a video decoder, inside the border that its
+convolution needs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,14 @@ class GroupNormSiluPad(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: Sequence[int], mode: str
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        silu: bool,
+        padding: Sequence[int],
+        mode: str,
     ) -> GroupNormSiluPad:
         check_padded(x, groups, weight, bias, padding, mode)
         return GroupNormSiluPad(
@@ -116,7 +125,9 @@ def fill_border(y: Tensor, padding: Sequence[int], mode: str) -> None:
             rows.select(dim, place).copy_(rows.select(dim, 2 * edge - place if mode == "reflect" else edge))
 
 
-def check_padded(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, padding: Sequence[int], mode: str) -> None:
+def check_padded(
+    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, padding: Sequence[int], mode: str
+) -> None:
     """Raise where shapes, dtypes, devices or the border do not fit together. Looks at no values."""
     check(x, groups, weight, bias, None)
     if not 3 <= x.dim() <= 5:
@@ -129,11 +140,20 @@ def check_padded(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | N
             f" {x.dim() - 2} dimensions, the last one first"
         )
     if mode == "reflect" and any(n >= x.shape[-1 - i // 2] for i, n in enumerate(padding) if n):
-        raise ValueError(f"padding is {list(padding)}, in mode reflect each needs to be smaller than its size of x {list(x.shape)}")
+        raise ValueError(
+            f"padding is {list(padding)}, in mode reflect each needs to be smaller than its size of x {list(x.shape)}"
+        )
 
 
 def reference(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    padding: list[int],
+    mode: str,
 ) -> Tensor:
     check_padded(x, groups, weight, bias, padding, mode)
     y = normalised(x, groups, weight, bias, eps, silu)
@@ -143,7 +163,9 @@ def reference(
 
 
 def work(problem: GroupNormSiluPad) -> Work:
-    """x read for its moments and again for the norm, the output written once; about ten operations an element."""
+    """x read for its moments and again for the norm, the output written once; about ten operations an
+    element.
+    """
     out = prod(problem.out_shape)
     return Work((2 * problem.elements + out) * problem.dtype.itemsize, 10 * out, out * problem.dtype.itemsize)
 
@@ -160,7 +182,11 @@ def cost(problem: GroupNormSiluPad, device: Device) -> float | None:
     """The norm, then a copy with the border."""
     norm = reference_cost(problem.unpadded, device)
     if device.type == "cpu":
-        return None if norm is None else norm + prod(problem.out_shape) * device.fitted("group_norm_silu.reference").element_padded
+        return (
+            None
+            if norm is None
+            else norm + prod(problem.out_shape) * device.fitted("group_norm_silu.reference").element_padded
+        )
     copy = device.seconds(2 * prod(problem.out_shape) * problem.dtype.itemsize)
     return None if norm is None or copy is None else norm + copy
 
@@ -176,12 +202,14 @@ def group_norm_silu_pad(
     x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, padding: Sequence[int],
     mode: str = "replicate", eps: float = 1e-5, silu: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`pad(silu(group_norm(x)))` in two launches: the border is written with the rest; `silu=False` leaves the activation out.
+    """`pad(silu(group_norm(x)))` in two launches: the border is written with the rest; `silu=False` leaves
+    the activation out.
 
     x: `[B, C, W]`, `[B, C, H, W]` or `[B, C, D, H, W]`; weight, bias: `[C]` or None.
-    padding: how much to add before and after each dimension, the last one first, as in `torch.nn.functional.pad`;
-    what is left out is 0. mode: the border repeats the edge ("replicate"), mirrors what is inside ("reflect") or
-    is zero ("constant"). Returns a new tensor, channels-last where the channels of x are side by side, else contiguous.
+    padding: how much to add before and after each dimension, the last one first, as in
+    `torch.nn.functional.pad`; what is left out is 0. mode: the border repeats the edge ("replicate"), mirrors
+    what is inside ("reflect") or is zero ("constant"). Returns a new tensor, channels-last where the channels
+    of x are side by side, else contiguous.
 
     The input of HunyuanVideo's causal convolutions, two frames before the first and one pixel around:
 

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
 from turnout.ops import needs
-from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout, work
+from turnout.ops.group_norm_silu import (
+    GROUP_NORM_SILU,
+    GROUP_NORM_SILU_INTO,
+    GroupNormSilu,
+    axes,
+    layout,
+    work,
+)
 from turnout.ops.group_norm_silu.launches import (
     block_of,
     gapped_plan,
@@ -21,7 +28,12 @@ from turnout.ops.group_norm_silu.launches import (
     planes_plan,
     rows_plan,
 )
-from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD, GroupNormSiluPad, padded_shape, padded_strides
+from turnout.ops.group_norm_silu.padded import (
+    GROUP_NORM_SILU_PAD,
+    GroupNormSiluPad,
+    padded_shape,
+    padded_strides,
+)
 from turnout.ops.group_norm_silu.padded import work as padded_work
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.group_norm_silu.spatial import work as spatial_work
@@ -35,11 +47,15 @@ WIDEST_GROUP = 4096  # channels of a group, channels side by side
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
 
 
-def refuses_on_gpu(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> Iterator[str]:
+def refuses_on_gpu(
+    problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device
+) -> Iterator[str]:
     yield from needs.needs_triton(device)
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
-    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
+    yield from needs.needs_half_or_single(
+        x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype
+    )
     if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
         yield "an output whose elements share memory, this route needs one place for each"
 
@@ -94,11 +110,18 @@ def refuses_planes(problem: GroupNormSilu, device: Device) -> Iterator[str]:
 
 
 def gpu_cost(problem: GroupNormSilu, device: Device) -> float | None:
-    """Where x fits the cache, its second reading is nearly free. Shares and time of the host: measured on an H200, see NOTES.md."""
+    """Where x fits the cache, its second reading is nearly free.
+
+    Shares and time of the host: measured on an H200, see NOTES.md.
+    """
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(work(problem).bytes - (size if size < device.cache // 2 else 0))
     fitted = device.fitted("group_norm_silu.kernels")
-    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
+    return (
+        None
+        if moving is None or device.type != "cuda"
+        else max(fitted.host, fitted.start + moving / fitted.share)
+    )
 
 
 def gapped_cost(problem: GroupNormSilu, device: Device) -> float | None:
@@ -113,7 +136,11 @@ def padded_cost(problem: GroupNormSiluPad, device: Device) -> float | None:
     size = problem.elements * problem.dtype.itemsize
     moving = device.seconds(padded_work(problem).bytes - (size if size < device.cache // 2 else 0))
     fitted = device.fitted("group_norm_silu.kernels")
-    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.gapped)
+    return (
+        None
+        if moving is None or device.type != "cuda"
+        else max(fitted.host, fitted.start + moving / fitted.gapped)
+    )
 
 
 def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
@@ -121,7 +148,10 @@ def spatial_cost(problem: SpatialNormSilu, device: Device) -> float | None:
     size, small = problem.elements * problem.dtype.itemsize, math.prod(problem.scale_shape)
     copied = sum(
         2 * small * dtype.itemsize
-        for dtype, strides in ((problem.scale_dtype, problem.scale_strides), (problem.shift_dtype, problem.shift_strides))
+        for dtype, strides in (
+            (problem.scale_dtype, problem.scale_strides),
+            (problem.shift_dtype, problem.shift_strides),
+        )
         if strides[1] != 1
     )
     moving = device.seconds(spatial_work(problem).bytes + copied - (size if size < device.cache // 2 else 0))
@@ -137,19 +167,23 @@ def waves_of(problem: GroupNormSilu, first: int) -> tuple[int, ...]:
 
 
 def rows_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
-    """About 64 channels and 8 elements for each of 256 threads, four such tiles in flight. More parts keep more of a card busy, but
-    every program that applies them reads them all. In a large problem also other numbers are tried: ptxas 13.4 asks for the last of
-    four tiles only when the first has come, and for all of six at once."""
+    """About 64 channels and 8 elements for each of 256 threads, four such tiles in flight. More parts keep
+    more of a card busy, but every program that applies them reads them all. In a large problem also other
+    numbers are tried: ptxas 13.4 asks for the last of four tiles only when the first has come, and for all of
+    six at once."""
     together, each, _ = block_of(problem.shape[1], problem.groups, 64)
     rows = max(1, 2048 // (together * each))
     tried = ((4, 2), (4, 3), (4, 4), (6, 2), (6, 3)) if problem.elements >= LARGE else ((4, 2),)
-    return [{"columns": together * each, "rows": rows, "unroll": unroll, "waves": waves, "walks": 4, "warps": 8} for unroll, waves in tried]
+    return [
+        {"columns": together * each, "rows": rows, "unroll": unroll, "waves": waves, "walks": 4, "warps": 8}
+        for unroll, waves in tried
+    ]
 
 
 def gapped_configs(problem: GroupNormSilu | GroupNormSiluPad, device: Device) -> list[Config]:
-    """The tiles of `rows_configs`. Working out indices takes registers, so that 3 programs that apply the norm share a
-    multiprocessor, 2 in float32: their number is one that both divide, and in a very large problem four times that,
-    so that those which begin last end soon."""
+    """The tiles of `rows_configs`. Working out indices takes registers, so that 3 programs that apply the
+    norm share a multiprocessor, 2 in float32: their number is one that both divide, and in a very large
+    problem four times that, so that those which begin last end soon."""
     return gapped_tiles(problem.shape[1], problem.groups, problem.elements)
 
 
@@ -163,8 +197,9 @@ def gapped_tiles(channels: int, groups: int, elements: int) -> list[Config]:
 
 
 def spatial_configs(problem: SpatialNormSilu, device: Device) -> list[Config]:
-    """Three tensors are asked for at once: two tiles of each are as many bytes in flight as four of one. For an A100 ptxas 13.4 makes a
-    kernel of two that spills, and one of four that does not; neither was measured there."""
+    """Three tensors are asked for at once: two tiles of each are as many bytes in flight as four of one. For
+    an A100 ptxas 13.4 makes a kernel of two that spills, and one of four that does not; neither was measured
+    there."""
     tiles = gapped_tiles(problem.shape[1], problem.groups, problem.elements)
     tried = [
         {**tile, "unroll": unroll}
@@ -180,7 +215,12 @@ def planes_configs(problem: GroupNormSilu, device: Device) -> list[Config]:
     size = torch.Size(problem.shape[2:]).numel()
     lanes = min(1024, max(32, power_of_two(size)))
     return [
-        {"lanes": lanes, "unroll": 4 if size > 2 * lanes else 1, "waves": waves, "warps": max(1, lanes // 256)}
+        {
+            "lanes": lanes,
+            "unroll": 4 if size > 2 * lanes else 1,
+            "waves": waves,
+            "warps": max(1, lanes // 256),
+        }
         for waves in waves_of(problem, 4)
     ]
 
@@ -205,16 +245,50 @@ def rows(
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    return plan_two(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
+    return plan_two(
+        rows_plan,
+        x,
+        groups,
+        weight,
+        bias,
+        out,
+        eps,
+        silu,
+        columns,
+        rows,
+        unroll,
+        waves,
+        walks,
+        warps=warps,
+        outputs=out,
+    )
 
 
-@GROUP_NORM_SILU_INTO.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU, **INTO)
+@GROUP_NORM_SILU_INTO.route(
+    "rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU, **INTO
+)
 @runs_plan
 def rows_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
-    return plan_two(rows_plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=None)
+    return plan_two(
+        rows_plan,
+        x,
+        groups,
+        weight,
+        bias,
+        out,
+        eps,
+        silu,
+        columns,
+        rows,
+        unroll,
+        waves,
+        walks,
+        warps=warps,
+        outputs=None,
+    )
 
 
 @GROUP_NORM_SILU.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED)
@@ -224,7 +298,23 @@ def gapped_rows(
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    return plan_two(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
+    return plan_two(
+        _unpadded,
+        x,
+        groups,
+        weight,
+        bias,
+        out,
+        eps,
+        silu,
+        columns,
+        rows,
+        unroll,
+        waves,
+        walks,
+        warps=warps,
+        outputs=out,
+    )
 
 
 @GROUP_NORM_SILU_INTO.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED, **INTO)
@@ -233,7 +323,23 @@ def gapped_rows_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
-    return plan_two(_unpadded, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=None)
+    return plan_two(
+        _unpadded,
+        x,
+        groups,
+        weight,
+        bias,
+        out,
+        eps,
+        silu,
+        columns,
+        rows,
+        unroll,
+        waves,
+        walks,
+        warps=warps,
+        outputs=None,
+    )
 
 
 _unpadded = functools.partial(gapped_plan, (), "constant")
@@ -248,7 +354,23 @@ def padded(
     shape = padded_shape(x.shape, padding)
     out = torch.empty_strided(shape, padded_strides(shape, True), dtype=x.dtype, device=x.device)
     plan = functools.partial(gapped_plan, tuple(padding), mode)
-    return plan_two(plan, x, groups, weight, bias, out, eps, silu, columns, rows, unroll, waves, walks, warps=warps, outputs=out)
+    return plan_two(
+        plan,
+        x,
+        groups,
+        weight,
+        bias,
+        out,
+        eps,
+        silu,
+        columns,
+        rows,
+        unroll,
+        waves,
+        walks,
+        warps=warps,
+        outputs=out,
+    )
 
 
 SPATIAL: Any = {
@@ -265,23 +387,33 @@ def spatial(
     *, columns: int = 64, rows: int = 32, unroll: int = 2, waves: int = 2, walks: int = 6, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
     out, tile = torch.empty_like(x), (columns, rows, unroll, waves, walks)
-    return plan_spatial(x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps)
+    return plan_spatial(
+        x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps
+    )
 
 
-@GROUP_NORM_SILU.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU)
+@GROUP_NORM_SILU.route(
+    "planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU
+)
 @runs_plan
 def planes(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
 ) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    return plan_two(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=out)
+    return plan_two(
+        planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=out
+    )
 
 
-@GROUP_NORM_SILU_INTO.route("planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU, **INTO)
+@GROUP_NORM_SILU_INTO.route(
+    "planes", refuses=refuses_planes, configs=planes_configs, kernels=PLANE_KERNELS, **ON_GPU, **INTO
+)
 @runs_plan
 def planes_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
     *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
 ) -> LaunchPlan:  # fmt: skip
-    return plan_two(planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=None)
+    return plan_two(
+        planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=None
+    )

@@ -1,4 +1,6 @@
-"""spatial_norm_silu: a group norm whose scale and shift come from the latents, at their resolution, and the activation."""
+"""spatial_norm_silu: a group norm whose scale and shift come from the latents, at their resolution, and the
+activation.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,8 @@ class SpatialNormSilu(NamedTuple):
 
 
 def repeats(size: int, small: int, apart: int) -> int:
-    """How many of `size` positions of x take one of the `small` of scale and shift, after the `apart` first, which have
-    one each; 0 where that is not a whole number.
+    """How many of `size` positions of x take one of the `small` of scale and shift, after the `apart` first,
+    which have one each; 0 where that is not a whole number.
 
     >>> repeats(480, 60, 0), repeats(9, 3, 1), repeats(9, 2, 0)
     (8, 4, 0)
@@ -72,7 +74,13 @@ def repeats(size: int, small: int, apart: int) -> int:
 
 
 def check_spatial(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, first_apart: bool
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    first_apart: bool,
 ) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     check(x, groups, weight, bias, None)
@@ -85,7 +93,9 @@ def check_spatial(
                 f" {list(scale.shape)} on {x.device}"
             )
     if scale.dim() != x.dim() or scale.shape[:2] != x.shape[:2]:
-        raise ValueError(f"scale is {list(scale.shape)}, it needs to be {list(x.shape)} or smaller behind the channels")
+        raise ValueError(
+            f"scale is {list(scale.shape)}, it needs to be {list(x.shape)} or smaller behind the channels"
+        )
     for dim in range(2, x.dim()):
         if not repeats(x.shape[dim], scale.shape[dim], int(first_apart and dim == 2)):
             apart = " after the first of each" if first_apart and dim == 2 else ""
@@ -122,7 +132,9 @@ def reference(
         y = y + (0 * (scale.sum() + shift.sum())).to(y.dtype)
     else:
         y = modulated(y, scale, shift, first_apart)
-    return in_format_of(F.silu(y) if silu else y.clone(), x)  # y may be a view of blocks, which nobody could write into
+    return in_format_of(
+        F.silu(y) if silu else y.clone(), x
+    )  # y may be a view of blocks, which nobody could write into
 
 
 def work(problem: SpatialNormSilu) -> Work:
@@ -136,7 +148,11 @@ def cost(problem: SpatialNormSilu, device: Device) -> float | None:
     """The norm, then the modulation and the activation, each read and written."""
     norm = reference_cost(problem.norm, device)
     if device.type == "cpu":
-        return None if norm is None else norm + problem.elements * device.fitted("group_norm_silu.reference").element_spatial
+        return (
+            None
+            if norm is None
+            else norm + problem.elements * device.fitted("group_norm_silu.reference").element_spatial
+        )
     passes = device.seconds(4 * problem.elements * problem.dtype.itemsize)
     return None if norm is None or passes is None else norm + passes
 
@@ -146,7 +162,9 @@ def family(problem: SpatialNormSilu) -> tuple[tuple, int]:
     batch, channels, *sizes = problem.shape
     apart = [int(problem.first_apart and dim == 0) for dim in range(len(sizes))]
     smalls = problem.scale_shape[2:]
-    factors = tuple(repeats(size, small, first) for size, small, first in zip(sizes, smalls, apart, strict=True))
+    factors = tuple(
+        repeats(size, small, first) for size, small, first in zip(sizes, smalls, apart, strict=True)
+    )
     rows = (problem.strides[1], problem.out_strides[1], problem.scale_strides[1], problem.shift_strides[1])
     dense = problem.strides == problem.out_strides
     return (rows, dense, factors, batch, channels, *problem[6:]), prod(sizes)
@@ -163,13 +181,15 @@ def spatial_norm_silu(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, *, eps: float = 1e-5,
     silu: bool = True, first_apart: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`silu(group_norm(x) * scale + shift)`, scale and shift at a lower resolution; `silu=False` leaves the activation out.
+    """`silu(group_norm(x) * scale + shift)`, scale and shift at a lower resolution; `silu=False` leaves the
+    activation out.
 
-    x: `[B, C, W]`, `[B, C, H, W]` or `[B, C, T, H, W]`; weight, bias: `[C]` or None; scale, shift: `[B, C, ...]` with as
-    many dimensions, each value for a whole block of x, as nearest-neighbour upsampling repeats it. first_apart: the
-    first along dimension 2, a clip's first frame, takes the first of scale and shift, and the other frames share the
-    others. Where a size of x is no multiple, give scale and shift that are as large as x. Returns a new tensor in x's
-    memory format. Moments are taken in float32, and rounding happens once.
+    x: `[B, C, W]`, `[B, C, H, W]` or `[B, C, T, H, W]`; weight, bias: `[C]` or None; scale, shift: `[B, C,
+    ...]` with as many dimensions, each value for a whole block of x, as nearest-neighbour upsampling repeats
+    it. first_apart: the first along dimension 2, a clip's first frame, takes the first of scale and shift,
+    and the other frames share the others. Where a size of x is no multiple, give scale and shift that are as
+    large as x. Returns a new tensor in x's memory format. Moments are taken in float32, and rounding happens
+    once.
 
     The norms of CogVideoX's decoder, whose scale and shift are 1x1 convolutions of the latents:
 

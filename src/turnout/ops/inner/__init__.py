@@ -24,7 +24,15 @@ class Inner(shared.Pair):
         outputs = prod(self.a[:-1]), prod(self.b[:-1])
         if outputs != (1, 1):
             return f"{outputs[0]} x {outputs[1]} outputs, this route needs 1 x 1"
-        return shared.Contraction(self.a[-1], 1, self.a_strides[-1], self.b_strides[-1], 0, 0, tuple(self.a[:-1]) + tuple(self.b[:-1]))
+        return shared.Contraction(
+            self.a[-1],
+            1,
+            self.a_strides[-1],
+            self.b_strides[-1],
+            0,
+            0,
+            tuple(self.a[:-1]) + tuple(self.b[:-1]),
+        )
 
 
 def reference(a: Tensor, b: Tensor) -> Tensor:

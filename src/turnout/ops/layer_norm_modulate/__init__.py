@@ -1,4 +1,6 @@
-"""layer_norm_modulate and gated_add: what stands between the products of a diffusion transformer's block, in one pass each."""
+"""layer_norm_modulate and gated_add: what stands between the products of a diffusion transformer's block, in
+one pass each.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,14 @@ class LayerNormModulate(NamedTuple):
     @property
     def widest(self) -> int:
         """The bytes of an element of the widest tensor."""
-        dtypes = (self.dtype, self.gate_dtype, self.scale_dtype, self.shift_dtype, self.weight_dtype, self.bias_dtype)
+        dtypes = (
+            self.dtype,
+            self.gate_dtype,
+            self.scale_dtype,
+            self.shift_dtype,
+            self.weight_dtype,
+            self.bias_dtype,
+        )
         return max(dtype.itemsize for dtype in dtypes if dtype is not None)
 
 
@@ -75,7 +84,9 @@ def _dtype(given: Tensor | None) -> torch.dtype | None:
 def _steps(given: Tensor | None) -> Strides | None:
     if given is None:
         return None
-    batch, token, channel = (0 if size == 1 else stride for size, stride in zip(given.shape, given.stride(), strict=True))
+    batch, token, channel = (
+        0 if size == 1 else stride for size, stride in zip(given.shape, given.stride(), strict=True)
+    )
     return batch, token, channel
 
 
@@ -85,8 +96,12 @@ def check(
 ) -> None:  # fmt: skip
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype} {list(x.shape)}, it needs to be floating-point [batch, tokens, channels]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device):
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)}, it needs to be floating-point [batch, tokens, channels]"
+        )
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
+    ):
         raise ValueError(
             f"residual is {residual.dtype} {list(residual.shape)} on {residual.device}, it needs to be like x: "
             f"{x.dtype} {list(x.shape)} on {x.device}"
@@ -97,15 +112,24 @@ def check(
     for name, given in (("gate", gate), ("scale", scale), ("shift", shift)):
         if given is None:
             continue
-        fits = given.dim() == 3 and given.shape[0] in (1, batch) and given.shape[1] in (1, tokens) and given.shape[2] == channels
+        fits = (
+            given.dim() == 3
+            and given.shape[0] in (1, batch)
+            and given.shape[1] in (1, tokens)
+            and given.shape[2] == channels
+        )
         if not fits or not given.is_floating_point() or given.device != x.device:
             raise ValueError(
                 f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{batch}, {channels}], "
                 f"[{batch}, 1, {channels}] or [{batch}, {tokens}, {channels}] on {x.device}"
             )
     for name, given in (("weight", weight), ("bias", bias)):
-        if given is not None and (tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device):
-            raise ValueError(f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}")
+        if given is not None and (
+            tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device
+        ):
+            raise ValueError(
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}"
+            )
 
 
 def gated(x: Tensor, residual: Tensor, gate: Tensor | None) -> Tensor:
@@ -113,9 +137,16 @@ def gated(x: Tensor, residual: Tensor, gate: Tensor | None) -> Tensor:
     return (residual + (x if gate is None else gate * x)).to(x.dtype)
 
 
-def modulated(h: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, shift: Tensor | None, eps: float) -> Tensor:
-    """The chain of PyTorch: each step is rounded to the widest of the dtypes, the last to h's. Half types throughout are Flux and
-    Qwen-Image, modulations in float32 are Wan."""
+def modulated(
+    h: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """The chain of PyTorch: each step is rounded to the widest of the dtypes, the last to h's. Half types
+    throughout are Flux and Qwen-Image, modulations in float32 are Wan."""
     wide = h.dtype
     for given in (weight, bias, scale, shift):
         wide = wide if given is None else torch.promote_types(wide, given.dtype)
@@ -148,11 +179,21 @@ def reference_add(x: Tensor, residual: Tensor, gate: Tensor | None) -> Tensor:
 
 
 def work(problem: LayerNormModulate) -> Work:
-    """Every stream moved once, and modulations where each token has its own; a norm is about eight operations an element, a gate two."""
+    """Every stream moved once, and modulations where each token has its own; a norm is about eight operations
+    an element, a gate two.
+    """
     added, size = problem.residual_strides is not None, problem.elements * problem.dtype.itemsize
-    own = [dtype.itemsize for strides, dtype in _modulations(problem) if strides is not None and strides[1] and dtype is not None]
+    own = [
+        dtype.itemsize
+        for strides, dtype in _modulations(problem)
+        if strides is not None and strides[1] and dtype is not None
+    ]
     written = size * (problem.norm + added)
-    return Work(size * (1 + added) + written + problem.elements * sum(own), (8 * problem.norm + 2 * added) * problem.elements, written)
+    return Work(
+        size * (1 + added) + written + problem.elements * sum(own),
+        (8 * problem.norm + 2 * added) * problem.elements,
+        written,
+    )
 
 
 def _modulations(problem: LayerNormModulate) -> list[tuple[Strides | None, torch.dtype | None]]:
@@ -167,8 +208,9 @@ def family(problem: LayerNormModulate) -> tuple[tuple, int]:
 
 
 def reference_cost(problem: LayerNormModulate, device: Device) -> float | None:
-    """Norm, scale, shift, gate and sum are calls of their own, each as long as moving five elements of the widest type: measured on an
-    H200 (1 x 4608 x 3072 and 1 x 32760 x 5120). On a CPU a guess, there is no other route."""
+    """Norm, scale, shift, gate and sum are calls of their own, each as long as moving five elements of the
+    widest type: measured on an H200 (1 x 4608 x 3072 and 1 x 32760 x 5120). On a CPU a guess, there is no
+    other route."""
     steps = 3 * problem.norm + 2 * (problem.residual_strides is not None)
     fitted = device.fitted("layer_norm_modulate.reference")
     if device.type == "cuda":
@@ -210,14 +252,15 @@ def layer_norm_modulate(
     x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, *, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-6, residual: Tensor | None = None, gate: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Layer norm over the last dimension, scaled and shifted, in one pass: `layer_norm(x) * (1 + scale) + shift`.
+    """Layer norm over the last dimension, scaled and shifted, in one pass: `layer_norm(x) * (1 + scale) +
+    shift`.
 
-    With `residual`, what is normed is `h = residual + gate * x`, and the pair of the norm and h is returned: the end of one half of a
-    diffusion transformer's block and the beginning of the next.
+    With `residual`, what is normed is `h = residual + gate * x`, and the pair of the norm and h is returned:
+    the end of one half of a diffusion transformer's block and the beginning of the next.
 
-    x, residual: `[B, S, C]`, any strides. scale, shift, gate: `[B, C]`, `[B, 1, C]` or `[B, S, C]`, each may be None. weight, bias:
-    `[C]` or None, the layer norm's own. Returns dense tensors of x's dtype. Sums are float32 at least, and h is rounded to x's dtype
-    before it is normed, as a model does that keeps it.
+    x, residual: `[B, S, C]`, any strides. scale, shift, gate: `[B, C]`, `[B, 1, C]` or `[B, S, C]`, each may
+    be None. weight, bias: `[C]` or None, the layer norm's own. Returns dense tensors of x's dtype. Sums are
+    float32 at least, and h is rounded to x's dtype before it is normed, as a model does that keeps it.
 
     >>> import torch, turnout
     >>> x = torch.tensor([[[1.0, 3.0]]])  # one token of two channels
@@ -227,16 +270,19 @@ def layer_norm_modulate(
     >>> h, normed
     (tensor([[[3., 7.]]]), tensor([[[-1.,  1.]]]))
     """
-    y, h = LAYER_NORM_MODULATE(x, residual, _by_token(gate), weight, bias, _by_token(scale), _by_token(shift), eps)
+    y, h = LAYER_NORM_MODULATE(
+        x, residual, _by_token(gate), weight, bias, _by_token(scale), _by_token(shift), eps
+    )
     return y if residual is None else (y, h)
 
 
 @public(GATED_ADD)
 def gated_add(residual: Tensor, gate: Tensor | None, x: Tensor) -> Tensor:
-    """`residual + gate * x` in one pass, where the gate may be the same for all tokens: the end of a diffusion transformer's block.
+    """`residual + gate * x` in one pass, where the gate may be the same for all tokens: the end of a
+    diffusion transformer's block.
 
-    residual, x: `[B, S, C]`, any strides. gate: `[B, C]`, `[B, 1, C]`, `[B, S, C]` or None, of any dtype. Returns a dense tensor of x's
-    dtype, computed in float32 at least.
+    residual, x: `[B, S, C]`, any strides. gate: `[B, C]`, `[B, 1, C]`, `[B, S, C]` or None, of any dtype.
+    Returns a dense tensor of x's dtype, computed in float32 at least.
 
     >>> import torch, turnout
     >>> turnout.gated_add(torch.ones(1, 1, 2), torch.tensor([[2.0, 0.5]]), torch.full((1, 1, 2), 4.0))

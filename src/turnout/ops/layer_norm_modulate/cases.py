@@ -31,7 +31,9 @@ def case(
             return normal((channels,), FP32, device, generator) if weight else None
 
         # a sixth of one product's columns, as models cut them
-        wide = normal((batch, tokens if each_token else 1, 6, channels), modulation or dtype, device, generator)
+        wide = normal(
+            (batch, tokens if each_token else 1, 6, channels), modulation or dtype, device, generator
+        )
         gates = wide[:, :, 2] if residual and gate else None
         scale, shift = (wide[:, :, 1], wide[:, :, 0]) if scaled else (None, None)
         return stream(), stream() if residual else None, gates, of_norm(), of_norm(), scale, shift, 1e-6
@@ -44,17 +46,29 @@ FLUX, WAN, QWEN = "Flux, 1024 x 1024", "Wan2.1 14B, 480 x 832 x 81", "Qwen-Image
 CALLS = [
     case("tiny", FLUX, (2, 5, 24), FP32).only_for_tests(),
     case("tiny, gated", FLUX, (1, 6, 40), FP16, residual=True).only_for_tests(),
-    case("tiny, each token", WAN, (2, 3, 33), FP32, residual=True, each_token=True, weight=True).only_for_tests(),
+    case(
+        "tiny, each token", WAN, (2, 3, 33), FP32, residual=True, each_token=True, weight=True
+    ).only_for_tests(),
     case("picture", FLUX, (1, 4096, 3072)),
     case("text", FLUX, (1, 512, 3072)),
     case("joined", f"{FLUX}, single blocks", (1, 4608, 3072)),
     case("picture, gated", FLUX, (1, 4096, 3072), residual=True),
     case("text, gated", FLUX, (1, 512, 3072), residual=True),
     case("video", WAN, (1, 32760, 5120), modulation=FP32),
-    case("video, gated, weights", WAN, (1, 32760, 5120), residual=True, modulation=FP32, scaled=False, weight=True),
+    case(
+        "video, gated, weights",
+        WAN,
+        (1, 32760, 5120),
+        residual=True,
+        modulation=FP32,
+        scaled=False,
+        weight=True,
+    ),
     case("video, added", WAN, (1, 32760, 5120), residual=True, gate=False, modulation=FP32),
     case("video", "Wan2.1 1.3B, 480 x 832 x 81", (1, 32760, 1536), modulation=FP32),
-    case("video, each token", "Wan2.2 5B, 704 x 1280 x 121", (1, 27280, 3072), modulation=FP32, each_token=True),
+    case(
+        "video, each token", "Wan2.2 5B, 704 x 1280 x 121", (1, 27280, 3072), modulation=FP32, each_token=True
+    ),
     case("picture, gated", QWEN, (2, 6889, 3072), residual=True),
     case("picture, gated", "Flux in float16", (1, 4096, 3072), FP16, residual=True),
     case("picture, gated", "Flux in float32", (1, 4096, 3072), FP32, residual=True),
@@ -81,17 +95,25 @@ def copy(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
 BOUNDS = {"copy": copy}
 
 
-def random_modulation(draw: random.Random, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def random_modulation(
+    draw: random.Random, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
     """One for each batch, for each token or for all of them; sometimes none."""
     batch, tokens, channels = shape
     if draw.random() < 0.2:
         return None
-    sizes = draw.choice(((batch, 1, channels), (batch, 1, channels), (batch, tokens, channels), (1, 1, channels)))
+    sizes = draw.choice(
+        ((batch, 1, channels), (batch, 1, channels), (batch, tokens, channels), (1, 1, channels))
+    )
     return small_integers(draw, sizes, dtype, device)
 
 
 def random_shape(draw: random.Random) -> tuple[int, int, int]:
-    return draw.choice((1, 1, 2, 3)), draw.choice((0, 1, 2, 5, 9, 17)), draw.choice((1, 2, 3, 7, 8, 16, 24, 33, 40, 64))
+    return (
+        draw.choice((1, 1, 2, 3)),
+        draw.choice((0, 1, 2, 5, 9, 17)),
+        draw.choice((1, 2, 3, 7, 8, 16, 24, 33, 40, 64)),
+    )
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
@@ -101,7 +123,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     x = small_integers(draw, shape, dtype, device)
     residual = small_integers(draw, shape, dtype, device) if draw.random() < 0.6 else None
     gate = None if residual is None else random_modulation(draw, shape, wide, device)
-    weight, bias = (small_integers(draw, shape[2:], wide, device) if draw.random() < 0.3 else None for _ in range(2))
+    weight, bias = (
+        small_integers(draw, shape[2:], wide, device) if draw.random() < 0.3 else None for _ in range(2)
+    )
     scale, shift = (random_modulation(draw, shape, wide, device) for _ in range(2))
     return x, residual, gate, weight, bias, scale, shift, 1e-6
 

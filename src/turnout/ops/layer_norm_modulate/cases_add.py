@@ -17,7 +17,9 @@ def case(
     name: str, source: str, shape: tuple[int, int, int], dtype: torch.dtype = BF16, *, modulation: torch.dtype | None = None,
     each_token: bool = False,
 ) -> Case:  # fmt: skip
-    whole = cases.case(name, source, shape, dtype, residual=True, modulation=modulation, each_token=each_token)
+    whole = cases.case(
+        name, source, shape, dtype, residual=True, modulation=modulation, each_token=each_token
+    )
     return Case(whole.name, source, dtype, lambda device, seed: whole.make(device, seed)[:3])
 
 

@@ -36,8 +36,8 @@ def plan(
     shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], itemsize: int, widest: int, off: int, modulation_off: int,
     tokens: int, channels: int, warps: int,
 ) -> Plan:  # fmt: skip
-    """Of x, residual, gate, scale and shift. `tokens` tokens are one program's, in tiles of `channels` channels; `widest` are the bytes
-    of the widest modulation."""
+    """Of x, residual, gate, scale and shift. `tokens` tokens are one program's, in tiles of `channels`
+    channels; `widest` are the bytes of the widest modulation."""
     from turnout.ops.layer_norm_modulate.kernels import layer_norm_modulate as kernel
 
     assert shapes[0] is not None
@@ -45,7 +45,8 @@ def plan(
     streams = [steps(*given) for given in zip(shapes[:2], strides[:2], strict=True)]
     modulations = [steps(*given) for given in zip(shapes[2:], strides[2:], strict=True)]
     numbers = [step for pair in (*streams, *modulations) for step in pair]
-    # Read once for several tokens, they come in x's layout only if they are as wide as x and a token's tile is a vector for each thread.
+    # Read once for several tokens, they come in x's layout only if they are as wide as x and a token's tile
+    # is a vector for each thread.
     own_layout = widest > itemsize or channels * itemsize < 32 * warps * VECTOR_BYTES
     by_token = any(pair[1] for pair in modulations) or (tokens > 1 and own_layout)
     constants = {

@@ -26,11 +26,15 @@ def refuses_rows(problem: LayerNormModulate, device: Device) -> Iterator[str]:
     yield from needs.needs_triton(device)
     if 0 in problem.shape:
         yield "nothing to do, this route needs at least one element"
-    dtypes = {name: getattr(problem, f"{name}_dtype") for name in ("gate", "scale", "shift", "weight", "bias")}
+    dtypes = {
+        name: getattr(problem, f"{name}_dtype") for name in ("gate", "scale", "shift", "weight", "bias")
+    }
     yield from needs.needs_half_or_single(x=problem.dtype, **dtypes)
     if problem.channels > MOST_CHANNELS:
         yield f"{problem.channels} channels, this route needs at most {MOST_CHANNELS}"
-    placed = {"x": problem.strides} | {name: getattr(problem, f"{name}_strides") for name in ("residual", "gate", "scale", "shift")}
+    placed = {"x": problem.strides} | {
+        name: getattr(problem, f"{name}_strides") for name in ("residual", "gate", "scale", "shift")
+    }
     for name, strides in placed.items():
         if strides is not None and strides[2] != 1 and problem.channels > 1:
             yield f"channels of {name} {strides[2]} apart, this route needs them side by side"
@@ -40,11 +44,17 @@ def gpu_cost(problem: LayerNormModulate, device: Device) -> float | None:
     """Share of the bandwidth and time of the host: measured on an H200, see NOTES.md."""
     moving = device.seconds(work(problem).bytes)
     fitted = device.fitted("layer_norm_modulate.rows")
-    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
+    return (
+        None
+        if moving is None or device.type != "cuda"
+        else max(fitted.host, fitted.start + moving / fitted.share)
+    )
 
 
 def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
-    """Tiles of a vector for each of 128 threads at most, if the channels divide into eight of them or fewer; else one for all channels."""
+    """Tiles of a vector for each of 128 threads at most, if the channels divide into eight of them or fewer;
+    else one for all channels.
+    """
     vector = VECTOR_BYTES // problem.dtype.itemsize
     channels = min(problem.channels & -problem.channels, THREADS * vector)  # a power of two that divides them
     if channels < vector or 8 * channels < problem.channels:
@@ -74,6 +84,8 @@ def rows(
 
 @GATED_ADD.route("rows", **ROWS)
 @runs_plan
-def rows_added(x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4) -> LaunchPlan:
+def rows_added(
+    x: Tensor, residual: Tensor, gate: Tensor | None, *, tokens: int = 1, channels: int = 1024, warps: int = 4
+) -> LaunchPlan:
     h = torch.empty_like(x, memory_format=torch.contiguous_format)
     return planned(x, residual, gate, None, None, None, None, None, h, 0.0, tokens, channels, warps, h)

@@ -36,7 +36,9 @@ class Matmul(shared.Pair):
         if a_step is None or b_step is None:
             return f"batch strides {list(self.a_strides[:-2])} and {list(self.b_strides[:-2])}, this route needs one even step each"
         output = batch + (1,) * ((len(self.a) > 1) + (len(self.b) > 1))
-        return shared.Contraction(self.a[-1], prod(batch), self.a_strides[-1], self.b_strides[along], a_step, b_step, output)
+        return shared.Contraction(
+            self.a[-1], prod(batch), self.a_strides[-1], self.b_strides[along], a_step, b_step, output
+        )
 
 
 def even_stride(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int | None:

@@ -13,13 +13,17 @@ BATCHES = ((16, 1_000_000), (64, 65536), (512, 4096), (4096, 128))
 
 CALLS = [case(f"1x{k}@{k}x1", (1, k), (k, 1), dtype) for dtype in DTYPES for k in LENGTHS]
 CALLS += [
-    case(f"{n}x1x{k}@{n}x{k}x1", (n, 1, k), (n, k, 1), dtype, "einsum('nk,nk->n'), pytorch #101249") for dtype in DTYPES for n, k in BATCHES
+    case(f"{n}x1x{k}@{n}x{k}x1", (n, 1, k), (n, k, 1), dtype, "einsum('nk,nk->n'), pytorch #101249")
+    for dtype in DTYPES
+    for n, k in BATCHES
 ]
 PEERS = {"torch.matmul": torch.matmul}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small, with exact sums: one output mostly, then batches, broadcasts and true matrix products."""
+    """Any valid call, small, with exact sums: one output mostly, then batches, broadcasts and true matrix
+    products.
+    """
     dtype, length = draw.choice(KINDS), draw.choice((0, 1, 7, 16, 1025, 9000))
     rows, cols = draw.choice(((1, 1), (1, 1), (1, 1), (2, 3), (0, 1)))
     batch = draw.choice(((), (), (1,), (3,), (2, 3), (0,)))

@@ -1,4 +1,7 @@
-"""The routes of matmul: products that are one long sum per batch element. Anything else is torch's own matrix product."""
+"""The routes of matmul: products that are one long sum per batch element.
+
+Anything else is torch's own matrix product.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ def needs_one_dot(problem: Matmul, device: Device) -> Iterator[str]:
     sums = problem.contraction()
     if isinstance(sums, Contraction) and sums.batch > 1:
         yield f"{sums.batch} sums, this route needs one"
-    # With gaps torch's dot adds one product after the other. Its matmul may add in blocks: 0.36 to 1 times that error.
+    # With gaps torch's dot adds one product after the other. Its matmul may add in blocks: 0.36 to 1 times
+    # that error.
     gaps = isinstance(sums, Contraction) and sums.length > 1 and (sums.a_stride, sums.b_stride) != (1, 1)
     if isinstance(sums, Contraction) and gaps and problem.a_dtype is torch.float32:
         yield f"float32 with strides {sums.a_stride} and {sums.b_stride}, this route needs both to be 1"
@@ -48,7 +52,9 @@ def as_dot_cost(problem: Matmul, device: Device) -> float | None:
 @MATMUL.route("as-dot", refuses=needs_one_dot, cost=as_dot_cost, numerics="close", version=1)
 def as_dot(a: Tensor, b: Tensor) -> Tensor:
     sums = MATMUL.problem(a, b).contraction()
-    y = torch.dot(a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,)))
+    y = torch.dot(
+        a.as_strided((sums.length,), (sums.a_stride,)), b.as_strided((sums.length,), (sums.b_stride,))
+    )
     return y.resize_(sums.output)  # no view, as `reshape` would give
 
 

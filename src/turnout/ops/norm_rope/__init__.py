@@ -1,4 +1,6 @@
-"""norm_rope: what diffusion transformers do to q and k before attention, in one pass: RMS norm, rotary embedding, permute, join."""
+"""norm_rope: what diffusion transformers do to q and k before attention, in one pass: RMS norm, rotary
+embedding, permute, join.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class NormRope(NamedTuple):
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float, norm: str, round_before_weight: bool) -> Tensor:
-    """RMS norm of x [B, S, H, D] with the roundings of `torch.nn.RMSNorm`, or of diffusers' own module, which rounds before the weight."""
+    """RMS norm of x [B, S, H, D] with the roundings of `torch.nn.RMSNorm`, or of diffusers' own module, which
+    rounds before the weight.
+    """
     if norm == "none":
         return x
     rows = x.flatten(2) if norm == "all" else x
@@ -97,8 +101,15 @@ def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, rotary: int, pair
     else:
         sin = table_rows(sin)
         if cos.shape[-1] != rotary:
-            cos, sin = (t.repeat_interleave(2, -1) if pairing == "interleaved" else torch.cat([t, t], -1) for t in (cos, sin))
-        across = torch.stack([-second, first], -1).flatten(-2) if pairing == "interleaved" else torch.cat([-second, first], -1)
+            cos, sin = (
+                t.repeat_interleave(2, -1) if pairing == "interleaved" else torch.cat([t, t], -1)
+                for t in (cos, sin)
+            )
+        across = (
+            torch.stack([-second, first], -1).flatten(-2)
+            if pairing == "interleaved"
+            else torch.cat([-second, first], -1)
+        )
         out = wide * cos + across * sin
     out = out.to(x.dtype)
     return torch.cat([out, rest], -1) if rotary < x.shape[-1] else out
@@ -109,8 +120,13 @@ def reference(
     k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
     rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The chain of diffusers: norm, rounded to x's dtype; rotation in float32, rounded again; permute. Without k its output is empty."""
-    check(q, q2, k, k2, (q_weight, q2_weight, k_weight, k2_weight), cos, sin, norm, rotary, pairing, out_layout)
+    """The chain of diffusers: norm, rounded to x's dtype; rotation in float32, rounded again; permute.
+
+    Without k its output is empty.
+    """
+    check(
+        q, q2, k, k2, (q_weight, q2_weight, k_weight, k2_weight), cos, sin, norm, rotary, pairing, out_layout
+    )
 
     def chain(x: Tensor, x2: Tensor | None, weight: Tensor | None, weight2: Tensor | None) -> Tensor:
         y = normed(x, weight, eps, norm, round_before_weight)
@@ -124,9 +140,13 @@ def reference(
 
 
 def work(problem: NormRope) -> Work:
-    """Every element read once and written once, and the tables; a norm is 4 operations an element, a rotation 3."""
+    """Every element read once and written once, and the tables; a norm is 4 operations an element, a rotation
+    3.
+    """
     size = problem.elements * problem.dtype.itemsize
-    width = {"none": 0, "pair": problem.rotary, "complex": problem.rotary, "element": 2 * problem.rotary}[problem.table]
+    width = {"none": 0, "pair": problem.rotary, "complex": problem.rotary, "element": 2 * problem.rotary}[
+        problem.table
+    ]
     heads = problem.table_shape[2] if len(problem.table_shape) == 4 else 1
     batch = problem.table_shape[0] if len(problem.table_shape) > 2 else 1
     tables = batch * sum(problem.lengths) * heads * width * 4 if problem.table != "none" else 0
@@ -134,18 +154,28 @@ def work(problem: NormRope) -> Work:
 
 
 def family(problem: NormRope) -> tuple[tuple, int]:
-    """Problems that differ in their tokens only, and the number of those. Strides between tokens and heads tell layouts apart."""
+    """Problems that differ in their tokens only, and the number of those.
+
+    Strides between tokens and heads tell layouts apart.
+    """
     last = len(problem.lengths) - 1
     shares = problem.lengths[0] * 8 // max(1, sum(problem.lengths)) if last else 0
     steps = tuple(strides[1:] for strides in problem.strides)
-    same = problem._replace(batch=min(problem.batch, 2), lengths=(shares, last), strides=steps, table_shape=(), table_strides=())
+    same = problem._replace(
+        batch=min(problem.batch, 2), lengths=(shares, last), strides=steps, table_shape=(), table_strides=()
+    )
     return tuple(same), problem.tokens
 
 
 def reference_cost(problem: NormRope, device: Device) -> float | None:
-    """A dozen passes over float32 for a rotation, a permutation at a third of the bandwidth: measured on an H200 (S 4608 and 32760, H 24)
-    and on two cores (1 x 1024 x 24 x 128)."""
-    tensors, streams, norm, turn = len(problem.heads), len(problem.lengths), problem.norm != "none", problem.table != "none"
+    """A dozen passes over float32 for a rotation, a permutation at a third of the bandwidth: measured on an
+    H200 (S 4608 and 32760, H 24) and on two cores (1 x 1024 x 24 x 128)."""
+    tensors, streams, norm, turn = (
+        len(problem.heads),
+        len(problem.lengths),
+        problem.norm != "none",
+        problem.table != "none",
+    )
     fitted = device.fitted("norm_rope.reference")
     if device.type == "cuda":
         passes = fitted.passes + fitted.passes_norm * norm + fitted.passes_rotation * turn
@@ -180,12 +210,31 @@ def arguments(
     (first, second), keys = _two(q, "q"), _two(k, "k")
     scales = (*_two(q_weight, "q_weight"), *_two(k_weight, "k_weight"))
     assert first is not None
-    kind = "none" if not (norm if norm is not None else scales[0] is not None) else "all" if across_heads else "head"
+    kind = (
+        "none"
+        if not (norm if norm is not None else scales[0] is not None)
+        else "all"
+        if across_heads
+        else "head"
+    )
     rotary = 0
     if cos is not None:
         dim, width = first.shape[-1], cos.shape[-1] * (2 if cos.is_complex() else 1)
         rotary = rotary_dim or (dim if width in (dim, dim // 2) else width)
-    return first, second, *keys, *scales, cos, sin, eps, kind, rotary, pairing, out_layout, round_before_weight
+    return (
+        first,
+        second,
+        *keys,
+        *scales,
+        cos,
+        sin,
+        eps,
+        kind,
+        rotary,
+        pairing,
+        out_layout,
+        round_before_weight,
+    )
 
 
 NORM_ROPE = Op(
@@ -200,19 +249,23 @@ def norm_rope(
     eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved", rotary_dim: int | None = None,
     out_layout: str = "bhsd", round_before_weight: bool = False,
 ) -> Tensor:  # fmt: skip
-    """RMS norm, rotary embedding and permutation in one pass: `[B, S, H, D]` in, `[B, H, S, D]` (or `"bshd"`: `[B, S, H, D]`) out.
+    """RMS norm, rotary embedding and permutation in one pass: `[B, S, H, D]` in, `[B, H, S, D]` (or `"bshd"`:
+    `[B, S, H, D]`) out.
 
-    x: `[B, S, H, D]`, any strides, such as a slice of a packed projection; or two such streams, which are joined along S (text, then
-    image), with a weight for each. Every step is optional: without a weight there is no norm (unless `norm=True`), without `cos` no
-    rotation, and what is left is the permutation that v needs.
+    x: `[B, S, H, D]`, any strides, such as a slice of a packed projection; or two such streams, which are
+    joined along S (text, then image), with a weight for each. Every step is optional: without a weight there
+    is no norm (unless `norm=True`), without `cos` no rotation, and what is left is the permutation that v
+    needs.
 
-    weight: `[D]`, or `[H * D]` with `across_heads`, which normalises a token over all heads (Wan, LTX). Roundings are those of
-    `torch.nn.RMSNorm`; `round_before_weight` is for diffusers' own RMSNorm, which rounds once more (Qwen-Image, Cosmos).
+    weight: `[D]`, or `[H * D]` with `across_heads`, which normalises a token over all heads (Wan, LTX).
+    Roundings are those of `torch.nn.RMSNorm`; `round_before_weight` is for diffusers' own RMSNorm, which
+    rounds once more (Qwen-Image, Cosmos).
 
-    cos, sin: `[S, width]`, `[B, S, width]` or `[B, S, H, width]`, where B and H may be 1. A width of D holds a value for each element,
-    D/2 one for each pair; a narrower one rotates the first `width` columns only (`rotary_dim` says otherwise: it may be twice the
-    width). Or cos is complex, `[..., D/2]`, and sin None. Pairs are neighbours (`"interleaved"`) or half the width apart (`"half"`).
-    The rotation is computed in float32 and rounded to x's dtype.
+    cos, sin: `[S, width]`, `[B, S, width]` or `[B, S, H, width]`, where B and H may be 1. A width of D holds
+    a value for each element, D/2 one for each pair; a narrower one rotates the first `width` columns only
+    (`rotary_dim` says otherwise: it may be twice the width). Or cos is complex, `[..., D/2]`, and sin None.
+    Pairs are neighbours (`"interleaved"`) or half the width apart (`"half"`). The rotation is computed in
+    float32 and rounded to x's dtype.
 
     >>> import torch, turnout
     >>> x = torch.tensor([[[[3.0, 4.0]]]])  # one token, one head, D = 2
@@ -234,7 +287,8 @@ def norm_rope_qk(
     norm: bool | None = None, eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved",
     rotary_dim: int | None = None, out_layout: str = "bhsd", round_before_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`norm_rope` of q and of k in one launch: same tokens, same tables, weights of their own. k may have another number of heads.
+    """`norm_rope` of q and of k in one launch: same tokens, same tables, weights of their own. k may have
+    another number of heads.
 
     >>> import torch, turnout
     >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)

@@ -18,7 +18,9 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 def angles(
     shape: tuple[int, ...], kind: str, pairing: str, device: torch.device, generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Tables of random angles [..., pairs], as models hand them over: a value for each pair, each value twice, or complex."""
+    """Tables of random angles [..., pairs], as models hand them over: a value for each pair, each value
+    twice, or complex.
+    """
     turn = 100 * torch.rand(shape, device=device, generator=generator)
     if kind == "complex":
         return torch.polar(torch.ones_like(turn), turn), None
@@ -47,7 +49,9 @@ def case(
 
         streams = [stream(which, part) for which in (0, 1) for part in (0, 1)]
         sizes = [None if x is None else x.shape[2] * dim if norm == "all" else dim for x in streams]
-        weights = [None if n is None or norm == "none" else normal((n,), dtype, device, generator) for n in sizes]
+        weights = [
+            None if n is None or norm == "none" else normal((n,), dtype, device, generator) for n in sizes
+        ]
         cos = sin = None
         if table != "none":
             where = (batch, sum(tokens), heads[0]) if per_head else (sum(tokens),)
@@ -124,7 +128,10 @@ BOUNDS = {"copy": copy, "permute copy": permute_copy}
 def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid call, small: layouts, streams, head counts and sizes, norms, tables of every shape, pairings."""
     dtype = draw.choice((FP32, FP32, FP16, BF16, BF16, torch.float64))
-    batch, tokens = draw.choice((1, 1, 2, 3)), (draw.choice((0, 1, 1, 2, 5, 9, 17)), draw.choice((1, 2, 6)))[: draw.choice((1, 1, 2))]
+    batch, tokens = (
+        draw.choice((1, 1, 2, 3)),
+        (draw.choice((0, 1, 1, 2, 5, 9, 17)), draw.choice((1, 2, 6)))[: draw.choice((1, 1, 2))],
+    )
     dim, norm = draw.choice((2, 6, 8, 16, 20, 32, 40)), draw.choice(("none", "head", "head", "all"))
     heads = (draw.choice((1, 2, 3, 4, 8)), draw.choice((1, 2, 3, 4)))[: draw.choice((1, 2))]
     streams = [
@@ -145,10 +152,24 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
         generator = torch.Generator(device).manual_seed(draw.randrange(2**31))
         cos, sin = angles((*rows, sum(tokens), *across, rotary // 2), table, pairing, device, generator)
         if dtype is torch.float64:
-            cos, sin = cos.to(torch.complex128 if cos.is_complex() else dtype), None if sin is None else sin.to(dtype)
+            cos, sin = (
+                cos.to(torch.complex128 if cos.is_complex() else dtype),
+                None if sin is None else sin.to(dtype),
+            )
         elif sin is not None and draw.random() < 0.2:
             cos, sin = cos.to(dtype), sin.to(dtype)
-    return (*streams, *weights, cos, sin, 1e-6, norm, rotary, pairing, draw.choice(("bhsd", "bhsd", "bshd")), draw.random() < 0.2)
+    return (
+        *streams,
+        *weights,
+        cos,
+        sin,
+        1e-6,
+        norm,
+        rotary,
+        pairing,
+        draw.choice(("bhsd", "bhsd", "bshd")),
+        draw.random() < 0.2,
+    )
 
 
 CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

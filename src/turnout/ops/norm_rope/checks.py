@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 def table_kind(cos: Tensor | None, rotary: int) -> Literal["none", "pair", "element", "complex"]:
-    """How a table of cosines is to be read: a value for each pair, for each element, or complex numbers for each pair."""
+    """How a table of cosines is to be read: a value for each pair, for each element, or complex numbers for
+    each pair.
+    """
     if cos is None:
         return "none"
     if cos.is_complex():
@@ -37,7 +39,9 @@ def check(
 
 def check_streams(q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None) -> None:
     if q.dim() != 4 or not q.is_floating_point():
-        raise ValueError(f"x is {q.dtype} {list(q.shape)}, it needs to be floating-point [batch, tokens, heads, dim]")
+        raise ValueError(
+            f"x is {q.dtype} {list(q.shape)}, it needs to be floating-point [batch, tokens, heads, dim]"
+        )
     if (k2 is None) != (k is None or q2 is None):
         raise ValueError("q and k need the same number of streams")
     batch, tokens, heads, dim = q.shape
@@ -57,36 +61,50 @@ def check_shape(name: str, x: Tensor | None, q: Tensor, wanted: tuple[int | None
         raise ValueError(f"{name} is {x.dtype} on {x.device}, it needs {q.dtype} on {q.device}")
 
 
-def check_weights(q: Tensor, q2: Tensor | None, k: Tensor | None, weights: tuple[Tensor | None, ...], norm: str) -> None:
+def check_weights(
+    q: Tensor, q2: Tensor | None, k: Tensor | None, weights: tuple[Tensor | None, ...], norm: str
+) -> None:
     given = [w is not None for w in weights]
     if norm == "none" and any(given):
         raise ValueError("a weight without a norm, leave one of them out")
     wanted = [True, q2 is not None, k is not None, q2 is not None and k is not None]
     if any(given) and given != wanted:
-        raise ValueError(f"weights are given for {sum(given)} of {sum(wanted)} tensors, each stream of q and k needs its own")
+        raise ValueError(
+            f"weights are given for {sum(given)} of {sum(wanted)} tensors, each stream of q and k needs its own"
+        )
     if len({w.dtype for w in weights if w is not None}) > 1:
-        raise ValueError(f"weights are {', '.join(str(w.dtype) for w in weights if w is not None)}, they need one dtype")
+        raise ValueError(
+            f"weights are {', '.join(str(w.dtype) for w in weights if w is not None)}, they need one dtype"
+        )
     for i, weight in enumerate(weights):
         x = k if i >= 2 and k is not None else q
         size = x.shape[2] * x.shape[3] if norm == "all" else x.shape[3]
         if weight is None:
             continue
         if tuple(weight.shape) != (size,) or not weight.is_floating_point() or weight.device != q.device:
-            raise ValueError(f"a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, it needs to be [{size}] on {q.device}")
+            raise ValueError(
+                f"a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, it needs to be [{size}] on {q.device}"
+            )
 
 
-def check_tables(q: Tensor, q2: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor | None, rotary: int) -> None:
+def check_tables(
+    q: Tensor, q2: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor | None, rotary: int
+) -> None:
     batch, tokens, heads, dim = q.shape
     tokens += 0 if q2 is None else q2.shape[1]
     if cos.is_complex() != (sin is None):
         raise ValueError("cos is complex and sin is None, or both are real: one of the two")
     if sin is not None and (sin.shape != cos.shape or sin.dtype != cos.dtype):
-        raise ValueError(f"sin is {sin.dtype} {list(sin.shape)}, it needs to be like cos: {cos.dtype} {list(cos.shape)}")
+        raise ValueError(
+            f"sin is {sin.dtype} {list(sin.shape)}, it needs to be like cos: {cos.dtype} {list(cos.shape)}"
+        )
     if not (cos.is_floating_point() or cos.is_complex()):
         raise ValueError(f"cos is {cos.dtype}, it needs a floating-point or a complex dtype")
     widths = (rotary // 2,) if cos.is_complex() else (rotary, rotary // 2)
     if rotary % 2 or not 0 < rotary <= dim or cos.shape[-1] not in widths:
-        raise ValueError(f"a table {cos.shape[-1]} wide and {rotary} rotating columns of {dim}, it needs an even number and that or half")
+        raise ValueError(
+            f"a table {cos.shape[-1]} wide and {rotary} rotating columns of {dim}, it needs an even number and that or half"
+        )
     fits = {
         2: lambda: cos.shape[0] == tokens,
         3: lambda: cos.shape[0] in (1, batch) and cos.shape[1] == tokens,

@@ -43,7 +43,9 @@ def table_steps(shape: Sizes, strides: Sizes) -> Sizes:
     if len(shape) == 2:
         return 0, strides[0], 0
     batch = strides[0] if shape[0] > 1 else 0
-    return (batch, strides[1], 0) if len(shape) == 3 else (batch, strides[1], strides[2] if shape[2] > 1 else 0)
+    return (
+        (batch, strides[1], 0) if len(shape) == 3 else (batch, strides[1], strides[2] if shape[2] > 1 else 0)
+    )
 
 
 @worked_out_once
@@ -52,7 +54,9 @@ def plan(
     itemsize: int, table_itemsize: int, off: int, table_off: int, rotary: int, pairing: str, out_layout: str,
     tokens: int, heads: int, chunks: int, by_head: bool,
 ) -> Plan:  # fmt: skip
-    """`tokens` tokens and `chunks` times `heads` heads are one program's; next come other heads, or with `by_head` other tokens."""
+    """`tokens` tokens and `chunks` times `heads` heads are one program's; next come other heads, or with
+    `by_head` other tokens.
+    """
     from turnout.ops.norm_rope.kernels import norm_rope as kernel
 
     q, q2, k, _ = shapes
@@ -65,10 +69,16 @@ def plan(
     rows: list[int] = []
     far: Sizes = ()
     for shape, steps in zip(shapes, strides, strict=True):
-        rows += [] if shape is None or steps is None else [step for size, step in zip(shape[:3], steps[:3], strict=True) if size > 1]
+        rows += (
+            []
+            if shape is None or steps is None
+            else [step for size, step in zip(shape[:3], steps[:3], strict=True) if size > 1]
+        )
         far += (0, 0, 0) if steps is None else steps[:3]
     vector = widest_vector(itemsize, off, *rows, dim, rotary, rotary // 2 if half else 0)
-    table_vector = widest_vector(max(4, table_itemsize), table_off, *table, rotary // 2 if half or kind == "pair" else rotary)
+    table_vector = widest_vector(
+        max(4, table_itemsize), table_off, *table, rotary // 2 if half or kind == "pair" else rotary
+    )
     constants = {
         "D": dim, "RD": rotary, "RW": power_of_two(max(rotary, 2)), "EW": power_of_two(max(dim - rotary, 2)), "V": vector,
         "TV": table_vector, "T": tokens, "BH": heads, "N": chunks, "HALF": half, "TABLE": kind, "TABLE_HEADS": table[2] != 0,
@@ -99,7 +109,8 @@ def planned(
     q_out = torch.empty(q_shape, dtype=q.dtype, device=q.device)
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
     flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
-    # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the kernel.
+    # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the
+    # kernel.
     launch = Launch(
         kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags}, warps,
         {"enable_fp_fusion": False},

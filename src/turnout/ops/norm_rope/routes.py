@@ -30,10 +30,19 @@ def refuses_anywhere(problem: NormRope) -> Iterator[str]:
         yield "nothing to do, this route needs at least one element"
     yield from needs.needs_dtype(problem.dtype, *needs.HALF_AND_SINGLE)
     if problem.weight_dtype is not None:
-        yield from (f"weight of {reason}" for reason in needs.needs_dtype(problem.weight_dtype, *needs.HALF_AND_SINGLE))
+        yield from (
+            f"weight of {reason}"
+            for reason in needs.needs_dtype(problem.weight_dtype, *needs.HALF_AND_SINGLE)
+        )
     if problem.table_dtype is not None:
-        yield from (f"table of {reason}" for reason in needs.needs_dtype(problem.table_dtype, *needs.HALF_AND_SINGLE, torch.complex64))
-    for what, strides in (("x", [s[-1] for s in problem.strides]), ("the table", [s[-1] for s in problem.table_strides])):
+        yield from (
+            f"table of {reason}"
+            for reason in needs.needs_dtype(problem.table_dtype, *needs.HALF_AND_SINGLE, torch.complex64)
+        )
+    for what, strides in (
+        ("x", [s[-1] for s in problem.strides]),
+        ("the table", [s[-1] for s in problem.table_strides]),
+    ):
         if any(stride != 1 for stride in strides):
             yield f"columns of {what} {max(strides)} apart, this route needs them side by side"
     if len(set(problem.table_strides)) > 1:
@@ -67,10 +76,14 @@ def gpu_cost(problem: NormRope, device: Device) -> float | None:
 
 
 def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
-    """Tiles of 1024 elements, 8 for each of 128 threads: several tokens of one head, and as many heads one after the other as divide
-    evenly and leave enough programs for the card. Across heads: all heads of one or a few tokens. Without tables heads have nothing in
+    """Tiles of 1024 elements, 8 for each of 128 threads: several tokens of one head, and as many heads one
+    after the other as divide evenly and leave enough programs for the card. Across heads: all heads of one or
+    a few tokens. Without tables heads have nothing in
     common: then the order of the output is tried too."""
-    parts = (problem.rotary // 2 if problem.pairing == "half" else problem.rotary, problem.dim - problem.rotary)
+    parts = (
+        problem.rotary // 2 if problem.pairing == "half" else problem.rotary,
+        problem.dim - problem.rotary,
+    )
     width = power_of_two(max(2, *parts))
     tries = 2 if problem.elements >= LARGE else 1
     found: list[Config]
@@ -78,16 +91,31 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
         most = max(problem.heads)
         even = most & -most  # the largest power of two that divides them
         most_at_once = min(8, even if even >= 4 else power_of_two(most))
-        # Eight warps hold half as much each: from Triton 3.7 on four need 88 registers a thread, not 72, and fewer fit.
+        # Eight warps hold half as much each: from Triton 3.7 on four need 88 registers a thread, not 72, and
+        # fewer fit.
         shapes = dict.fromkeys(((most_at_once, 4), (most_at_once, 8), (min(4, most_at_once), 4)))
-        found = [{"tokens": max(1, 1024 // (n * width)), "heads": n, "chunks": ceil_div(most, n), "warps": w} for n, w in shapes]
+        found = [
+            {"tokens": max(1, 1024 // (n * width)), "heads": n, "chunks": ceil_div(most, n), "warps": w}
+            for n, w in shapes
+        ]
         return found if tries > 1 else found[:1]
     tokens = max(1, 1024 // width)
     tiles = problem.batch * sum(ceil_div(length, tokens) for length in problem.lengths)
-    whole = [n for n in range(1, 9) if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units] or [1]
-    found = [{"tokens": tokens, "heads": 1, "chunks": n, "warps": 4} for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))]
+    whole = [
+        n
+        for n in range(1, 9)
+        if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units
+    ] or [1]
+    found = [
+        {"tokens": tokens, "heads": 1, "chunks": n, "warps": 4}
+        for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))
+    ]
     in_order: Config = {"tokens": tokens, "heads": 1, "chunks": 1, "warps": 4, "by_head": True}
-    return [in_order, *found[:tries]] if problem.table == "none" and problem.out_layout == "bhsd" else found[:tries]
+    return (
+        [in_order, *found[:tries]]
+        if problem.table == "none" and problem.out_layout == "bhsd"
+        else found[:tries]
+    )
 
 
 ONE_PASS: Any = {
@@ -127,7 +155,10 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     """Measured on two cores, see NOTES.md."""
     if device.type != "cpu":
         return None
-    fitted, has_head_tables = device.fitted("norm_rope.cpu-rows"), len(problem.table_shape) == 4 and problem.table_shape[2] > 1
+    fitted, has_head_tables = (
+        device.fitted("norm_rope.cpu-rows"),
+        len(problem.table_shape) == 4 and problem.table_shape[2] > 1,
+    )
     each = fitted.element + (fitted.element_table if has_head_tables else 0)
     return fitted.start * len(problem.strides) + problem.elements * each / device.cores
 
@@ -154,7 +185,11 @@ def cpu_rows(
     cos, sin = (None if t is None else t.float() for t in (cos, sin))
     table_sizes, table_strides = ((), ()) if cos is None else (cos.shape, cos.stride())
     nothing = np.empty(0, np.float32)
-    tables = (nothing if cos is None else flat(cos), nothing if sin is None else flat(sin), *table_steps(table_sizes, table_strides))
+    tables = (
+        nothing if cos is None else flat(cos),
+        nothing if sin is None else flat(sin),
+        *table_steps(table_sizes, table_strides),
+    )
     total = q.shape[1] + (0 if q2 is None else q2.shape[1])
     outs = []
     for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
@@ -169,7 +204,17 @@ def cpu_rows(
                 continue
             w = nothing if scale is None else array(scale.float().contiguous())
             batch, tokens, heads, dim = part.shape
-            given = (flat(part), *part.stride()[:3], tokens, before, heads, dim, w, np.float32(eps), {"none": 0, "head": 1, "all": 2}[norm])
+            given = (
+                flat(part),
+                *part.stride()[:3],
+                tokens,
+                before,
+                heads,
+                dim,
+                w,
+                np.float32(eps),
+                {"none": 0, "head": 1, "all": 2}[norm],
+            )
             turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)
             in_shares(functools.partial(kernel, *given, *turning), batch * tokens)
     return outs[0], outs[1]

@@ -1,4 +1,6 @@
-"""rms_norm_silu: the RMS norm and the activation that stand between the convolutions of video decoders, in one pass."""
+"""rms_norm_silu: the RMS norm and the activation that stand between the convolutions of video decoders, in
+one pass.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,14 @@ class RmsNormSilu(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool, out: Tensor | None = None
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dim: int,
+        style: str,
+        silu: bool,
+        out: Tensor | None = None,
     ) -> RmsNormSilu:
         check(x, weight, bias, dim, style, out)
         return RmsNormSilu(
@@ -54,21 +63,37 @@ class RmsNormSiluInto(RmsNormSilu):
 
     @staticmethod
     def of(  # pyright: ignore[reportIncompatibleMethodOverride]
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        eps: float,
+        dim: int,
+        style: str,
+        silu: bool,
     ) -> RmsNormSilu:
         return RmsNormSilu.of(x, weight, bias, eps, dim, style, silu, out)
 
 
-def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int, style: str, out: Tensor | None) -> None:
+def check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int, style: str, out: Tensor | None
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if not x.is_floating_point() or not 0 <= dim < x.dim():
-        raise ValueError(f"x is {x.dtype} {list(x.shape)} with its channels in dimension {dim}, it needs floating-point ones")
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)} with its channels in dimension {dim}, it needs floating-point ones"
+        )
     if style not in STYLES:
         raise ValueError(f"style {style!r}, it needs to be one of {', '.join(STYLES)}")
     for name, given in (("weight", weight), ("bias", bias)):
         if given is None:
             continue
-        if given.dim() != 1 or given.shape[0] != x.shape[dim] or not given.is_floating_point() or given.device != x.device:
+        if (
+            given.dim() != 1
+            or given.shape[0] != x.shape[dim]
+            or not given.is_floating_point()
+            or given.device != x.device
+        ):
             raise ValueError(
                 f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{x.shape[dim]}] on {x.device}"
             )
@@ -78,7 +103,9 @@ def check(x: Tensor, weight: Tensor | None, bias: Tensor | None, dim: int, style
         )
 
 
-def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+def normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
+) -> Tensor:
     """The chain of PyTorch and of diffusers, with a rounding to x's dtype after each step."""
     across = [1] * x.dim()
     across[dim] = x.shape[dim]
@@ -94,13 +121,22 @@ def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return (F.silu(y) if silu else y).to(x.dtype)
 
 
-def reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+def reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
+) -> Tensor:
     check(x, weight, bias, dim, style, None)
     return in_format_of(normalised(x, weight, bias, eps, dim, style, silu), x)
 
 
 def reference_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
 ) -> None:
     check(x, weight, bias, dim, style, out)
     out.copy_(normalised(x, weight, bias, eps, dim, style, silu))
@@ -122,7 +158,9 @@ class Positions(NamedTuple):
     @staticmethod
     def of(shape: Sequence[int], dim: int, strides: Sequence[int], out_strides: Sequence[int]) -> Positions:
         others = [axis for axis in range(len(shape)) if axis != dim]
-        sizes, (x, out) = folded([shape[a] for a in others], [strides[a] for a in others], [out_strides[a] for a in others])
+        sizes, (x, out) = folded(
+            [shape[a] for a in others], [strides[a] for a in others], [out_strides[a] for a in others]
+        )
         return Positions(tuple(sizes), tuple(x), tuple(out)) if sizes else Positions((1,), (1,), (1,))
 
 
@@ -143,7 +181,9 @@ def family(problem: RmsNormSilu) -> tuple[tuple, int]:
 
 
 def reference_cost(problem: RmsNormSilu, device: Device) -> float | None:
-    """Eight passes, half of them in float32: measured on an H200 (192 x 4 x 240 x 416) and on two cores (96 x 4 x 60 x 104)."""
+    """Eight passes, half of them in float32: measured on an H200 (192 x 4 x 240 x 416) and on two cores (96 x
+    4 x 60 x 104).
+    """
     fitted = device.fitted("rms_norm_silu.reference")
     if device.type == "cuda":
         moved = device.seconds(problem.elements * (40 + 12 * problem.dtype.itemsize))
@@ -170,17 +210,19 @@ def rms_norm_silu(
     x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float, dim: int = 1, silu: bool = True,
     style: str = "rms_norm", out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """RMS norm over one dimension and SiLU in one pass, in any memory format: `silu(x / rms(x) * weight + bias)`.
+    """RMS norm over one dimension and SiLU in one pass, in any memory format: `silu(x / rms(x) * weight +
+    bias)`.
 
-    x: any shape, its channels in dimension `dim`; weight, bias: as many values as there are channels, or None. Returns a tensor in x's
-    memory format. `silu=False` leaves the activation out.
+    x: any shape, its channels in dimension `dim`; weight, bias: as many values as there are channels, or
+    None. Returns a tensor in x's memory format. `silu=False` leaves the activation out.
 
-    style `"rms_norm"` divides by `sqrt(mean(x**2) + eps)`, as `torch.nn.functional.rms_norm` (LTX). `"normalize"` divides by
-    `max(norm(x), eps)` and multiplies with the square root of the number of channels, as the VAEs of Wan, Qwen-Image and
-    HunyuanVideo 1.5 do with `torch.nn.functional.normalize`.
+    style `"rms_norm"` divides by `sqrt(mean(x**2) + eps)`, as `torch.nn.functional.rms_norm` (LTX).
+    `"normalize"` divides by `max(norm(x), eps)` and multiplies with the square root of the number of
+    channels, as the VAEs of Wan, Qwen-Image and HunyuanVideo 1.5 do with `torch.nn.functional.normalize`.
 
-    out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of a causal convolution;
-    it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap x: all of x is read first.
+    out: where to write, a tensor like x with any strides, such as the frames behind the cache in the input of
+    a causal convolution; it is returned, and gradients pass as they do through `Tensor.copy_`. It may overlap
+    x: all of x is read first.
 
     >>> import torch, turnout
     >>> x = torch.tensor([[3.0, 4.0]])
@@ -192,7 +234,9 @@ def rms_norm_silu(
     tensor([1., 1.])
     """
     dim = dim % x.dim() if -x.dim() <= dim < x.dim() else dim
-    weight, bias = (given if given is None or given.dim() == 1 else given.reshape(-1) for given in (weight, bias))
+    weight, bias = (
+        given if given is None or given.dim() == 1 else given.reshape(-1) for given in (weight, bias)
+    )
     if out is None:
         return RMS_NORM_SILU(x, weight, bias, eps, dim, style, silu)
     RMS_NORM_SILU_INTO(x, weight, bias, out, eps, dim, style, silu)

@@ -16,7 +16,9 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FIRST, LAST = "channel-first", "channel-last"
 
 
-def make_x(shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Tensor:
+def make_x(
+    shape: tuple[int, ...], layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Tensor:
     """Random values [B, C, ...] with positions or channels side by side."""
     if layout == FIRST:
         return normal(shape, dtype, device, generator)
@@ -59,7 +61,9 @@ CALLS = [
 ]  # fmt: skip
 
 
-def eager(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+def eager(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
+) -> Tensor:
     """What diffusers does, step by step."""
     return normalised(x, weight, bias, eps, dim, style, silu)
 
@@ -85,7 +89,10 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     if draw.random() < 0.4:
         x = small_integers(draw, (shape[0], *shape[2:], shape[1]), dtype, device).movedim(-1, 1)
     given = dtype if draw.random() < 0.8 else FP32
-    weight, bias = (small_integers(draw, (shape[dim],), given, device) if draw.random() < share else None for share in (0.8, 0.3))
+    weight, bias = (
+        small_integers(draw, (shape[dim],), given, device) if draw.random() < share else None
+        for share in (0.8, 0.3)
+    )
     style = draw.choice(("normalize", "rms_norm"))
     return x, weight, bias, 1e-12 if style == "normalize" else 1e-6, dim, style, draw.random() < 0.7
 

@@ -35,7 +35,15 @@ def case(name: str, shape: tuple[int, ...], layout: str, dtype: torch.dtype = to
 CALLS = [
     case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32).only_for_tests(),
     case("tiny", (2, 6, 2, 3, 5), FIRST, torch.float16).only_for_tests(),
-    *(case("wan", shape, LAST) for shape in ((1, 384, 1, 60, 104), (1, 384, 4, 120, 208), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832))),
+    *(
+        case("wan", shape, LAST)
+        for shape in (
+            (1, 384, 1, 60, 104),
+            (1, 384, 4, 120, 208),
+            (1, 192, 4, 240, 416),
+            (1, 96, 4, 480, 832),
+        )
+    ),
 ]
 
 

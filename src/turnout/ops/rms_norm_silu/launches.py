@@ -41,7 +41,13 @@ def rows_plan(
     count = functools.reduce(int.__mul__, where.sizes)
     vector = widest_vector(itemsize, off, size, *where.x, *where.out)
     numbers = (count, size, *fill(where.sizes, 1)[1:], *fill(where.x, 0), *fill(where.out, 0))
-    constants = {"V": vector, "BM": rows, "BC": channels, "N": ceil_div(size, channels), "FLAT": len(where.sizes) == 1}
+    constants = {
+        "V": vector,
+        "BM": rows,
+        "BC": channels,
+        "N": ceil_div(size, channels),
+        "FLAT": len(where.sizes) == 1,
+    }
     return Plan(kernel, ceil_div(count, rows), numbers, constants)
 
 
@@ -50,7 +56,9 @@ def planes_plan(
     shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], dim: int, itemsize: int, off: int,
     positions: int, channels: int,
 ) -> Plan:  # fmt: skip
-    """Positions side by side: `positions` of them with all channels are one program's, in tiles of `channels` channels."""
+    """Positions side by side: `positions` of them with all channels are one program's, in tiles of `channels`
+    channels.
+    """
     from turnout.ops.rms_norm_silu.kernels import planes as kernel
 
     size, where = shape[dim], Positions.of(shape, dim, strides, out_strides)
@@ -66,7 +74,16 @@ def along(
     *tile: int, warps: int, outputs: Tensor | None,
 ) -> LaunchPlan:  # fmt: skip
     """The launch that one of the plans says."""
-    kernel, programs, numbers, constants = plan(x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile)
-    flags = {"CLAMP": style == "normalize", "WEIGHT": weight is not None, "BIAS": bias is not None, "SILU": silu}
+    kernel, programs, numbers, constants = plan(
+        x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile
+    )
+    flags = {
+        "CLAMP": style == "normalize",
+        "WEIGHT": weight is not None,
+        "BIAS": bias is not None,
+        "SILU": silu,
+    }
     tensors = (x, *side_by_side(weight, bias), out)
-    return LaunchPlan((Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps),), outputs)
+    return LaunchPlan(
+        (Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps),), outputs
+    )

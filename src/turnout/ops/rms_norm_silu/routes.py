@@ -27,7 +27,9 @@ LARGE = 2**20  # elements from which on a second configuration is worth trying
 def refuses_anywhere(problem: RmsNormSilu) -> Iterator[str]:
     if problem.elements == 0:
         yield "nothing to normalise, this route needs at least one element"
-    yield from needs.needs_half_or_single(x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype)
+    yield from needs.needs_half_or_single(
+        x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype
+    )
     if any(stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=True)):
         yield "an output whose elements share memory, this route needs one place for each"
 
@@ -71,8 +73,8 @@ def gpu_cost(layout: str) -> Callable[[RmsNormSilu, Device], float | None]:
 
 
 def tile_channels(problem: RmsNormSilu) -> int:
-    """Channels of one tile: a power of two that divides them into eight tiles at most, and leaves a row of a tile to one warp or at least
-    to four; else one that holds them all."""
+    """Channels of one tile: a power of two that divides them into eight tiles at most, and leaves a row of a
+    tile to one warp or at least to four; else one that holds them all."""
     size, vector = problem.channels, VECTOR_BYTES // problem.dtype.itemsize
     for lanes in (32, THREADS):
         divisor = min(size & -size, lanes * vector)
@@ -94,12 +96,19 @@ def rows_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
-    """Few positions, so that many programs are at work, some reading, some writing: 64 bytes side by side are enough. A tile has a vector
-    for each thread, or half of one where there are few channels. Fewer positions where not all of their channels would fit."""
+    """Few positions, so that many programs are at work, some reading, some writing: 64 bytes side by side are
+    enough. A tile has a vector for each thread, or half of one where there are few channels. Fewer positions
+    where not all of their channels would fit."""
     positions = 1 << (max(8, min(32, 49152 // problem.channels)).bit_length() - 1)
     warps = 4 if problem.channels * positions <= 12288 else 8 if problem.channels * positions <= 24576 else 16
-    tiles = [(256 * warps, warps), (128 * warps, warps) if problem.channels <= 128 else (512 * warps, 2 * warps)]
-    return [{"positions": positions, "channels": size // positions, "warps": n} for size, n in tiles[: tries(problem)]]
+    tiles = [
+        (256 * warps, warps),
+        (128 * warps, warps) if problem.channels <= 128 else (512 * warps, 2 * warps),
+    ]
+    return [
+        {"positions": positions, "channels": size // positions, "warps": n}
+        for size, n in tiles[: tries(problem)]
+    ]
 
 
 ROWS: Any = {
@@ -122,7 +131,9 @@ def rows(
     *, rows: int = 32, channels: int = 64, warps: int = 4,
 ) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out)
+    return along(
+        rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out
+    )
 
 
 @RMS_NORM_SILU_INTO.route("rows", **ROWS, **ONE_LAUNCH_INTO)
@@ -131,7 +142,9 @@ def rows_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, rows: int = 32, channels: int = 64, warps: int = 4,
 ) -> LaunchPlan:  # fmt: skip
-    return along(rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None)
+    return along(
+        rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None
+    )
 
 
 @RMS_NORM_SILU.route("planes", **PLANES)
@@ -141,7 +154,21 @@ def planes(
     *, positions: int = 64, channels: int = 64, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
     out = torch.empty_like(x)
-    return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=out)
+    return along(
+        planes_plan,
+        x,
+        weight,
+        bias,
+        out,
+        eps,
+        dim,
+        style,
+        silu,
+        positions,
+        channels,
+        warps=warps,
+        outputs=out,
+    )
 
 
 @RMS_NORM_SILU_INTO.route("planes", **PLANES, **ONE_LAUNCH_INTO)
@@ -150,7 +177,21 @@ def planes_into(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
     *, positions: int = 64, channels: int = 64, warps: int = 8,
 ) -> LaunchPlan:  # fmt: skip
-    return along(planes_plan, x, weight, bias, out, eps, dim, style, silu, positions, channels, warps=warps, outputs=None)
+    return along(
+        planes_plan,
+        x,
+        weight,
+        bias,
+        out,
+        eps,
+        dim,
+        style,
+        silu,
+        positions,
+        channels,
+        warps=warps,
+        outputs=None,
+    )
 
 
 # Routes on a CPU
@@ -181,7 +222,15 @@ def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
 
 
 def on_cpu(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool, by_rows: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    by_rows: bool,
 ) -> None:
     import numpy as np
 
@@ -200,7 +249,19 @@ def on_cpu(
         in_shares(functools.partial(cpu_kernels.rows, *given), sizes[0] * sizes[1] * sizes[2])
     else:
         tile, tiles = cpu_kernels.tiles_of(sizes[0] * sizes[1], sizes[2], channels)
-        given = (flat(x), x_steps, x.stride(dim), scale, shift, flat(out), y_steps, out.stride(dim), sizes, tile, *rest)
+        given = (
+            flat(x),
+            x_steps,
+            x.stride(dim),
+            scale,
+            shift,
+            flat(out),
+            y_steps,
+            out.stride(dim),
+            sizes,
+            tile,
+            *rest,
+        )
         in_shares(functools.partial(cpu_kernels.planes, *given), tiles)
 
 
@@ -211,26 +272,46 @@ ON_CPU: Any = {
 
 
 @RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)
-def cpu_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+def cpu_rows(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
+) -> Tensor:
     out = torch.empty_like(x)
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
     return out
 
 
 @RMS_NORM_SILU.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU)
-def cpu_planes(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool) -> Tensor:
+def cpu_planes(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
+) -> Tensor:
     out = torch.empty_like(x)
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)
     return out
 
 
 @RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU, **INTO)
-def cpu_rows_into(x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool) -> None:
+def cpu_rows_into(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+) -> None:
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
 
 
 @RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU, **INTO)
 def cpu_planes_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
 ) -> None:
     on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)

@@ -1,4 +1,6 @@
-"""selective_scan: the recurrence of Mamba, a state of a few numbers for every channel that decays as the input says."""
+"""selective_scan: the recurrence of Mamba, a state of a few numbers for every channel that decays as the
+input says.
+"""
 
 from __future__ import annotations
 
@@ -67,21 +69,29 @@ def check(
             raise ValueError(f"{name} is on {tensor.device}, it needs x's device {x.device}")
     for name, tensor in (("x", x), ("A", A), *((name, tensor) for name, (tensor, _) in needed.items())):
         if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"{name} is {str(tensor.dtype).removeprefix('torch.')}, it needs a floating-point dtype")
+            raise ValueError(
+                f"{name} is {str(tensor.dtype).removeprefix('torch.')}, it needs a floating-point dtype"
+            )
 
 
 def reference(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
     dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Chunk by chunk; inside a chunk the reach of every state doubles at each step. In float32 (float64 for float64), rounded once."""
+    """Chunk by chunk; inside a chunk the reach of every state doubles at each step.
+
+    In float32 (float64 for float64), rounded once.
+    """
     check(x, dt, A, B, C, D, z, dt_bias, initial_state)
     wide = torch.promote_types(x.dtype, torch.float32)
     (batch, dim, length), states = x.shape, A.shape[1]
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)[:, None]
     step = F.softplus(step) if dt_softplus else step
     given = x.to(wide)
-    into, out = B.to(wide).transpose(1, 2)[:, None], C.to(wide).transpose(1, 2)[:, None]  # [batch, 1, length, states]
+    into, out = (
+        B.to(wide).transpose(1, 2)[:, None],
+        C.to(wide).transpose(1, 2)[:, None],
+    )  # [batch, 1, length, states]
     state = x.new_zeros((batch, dim, states), dtype=wide) if initial_state is None else initial_state.to(wide)
     parts = []
     for start in range(0, length, CHUNK):
@@ -90,7 +100,9 @@ def reference(
         held = (step * given)[:, :, here, None] * into[:, :, here]
         reach = 1
         while reach < held.shape[2]:
-            held = torch.cat([held[:, :, :reach], held[:, :, reach:] + decay[:, :, reach:] * held[:, :, :-reach]], 2)
+            held = torch.cat(
+                [held[:, :, :reach], held[:, :, reach:] + decay[:, :, reach:] * held[:, :, :-reach]], 2
+            )
             decay = torch.cat([decay[:, :, :reach], decay[:, :, reach:] * decay[:, :, :-reach]], 2)
             reach *= 2
         held = held + decay * state[:, :, None]
@@ -99,14 +111,25 @@ def reference(
     y = torch.cat(parts, 2) if parts else given
     y = y if D is None else y + given * D.to(wide)[:, None]
     y = y if z is None else y * F.silu(z.to(wide))
-    final = state.clone(memory_format=torch.contiguous_format) if return_final_state else torch.empty(0, dtype=wide, device=x.device)
+    final = (
+        state.clone(memory_format=torch.contiguous_format)
+        if return_final_state
+        else torch.empty(0, dtype=wide, device=x.device)
+    )
     return dense(y.to(x.dtype), channel_last(x)), final
 
 
 def work(problem: SelectiveScan) -> Work:
     """x, dt and z read, y written; an exponential and five operations for every state of every position."""
     size = problem.dtypes[0].itemsize  # pyright: ignore[reportOptionalMemberAccess]
-    moved = sum(kind.itemsize for kind in (problem.dtypes[0], problem.dtypes[1], problem.dtypes[6]) if kind is not None) + size
+    moved = (
+        sum(
+            kind.itemsize
+            for kind in (problem.dtypes[0], problem.dtypes[1], problem.dtypes[6])
+            if kind is not None
+        )
+        + size
+    )
     return Work(problem.elements * moved, 6 * problem.elements * problem.states, problem.elements * size)
 
 
@@ -115,7 +138,11 @@ def reference_cost(problem: SelectiveScan, device: Device) -> float | None:
     fitted = device.fitted("selective_scan.reference")
     if device.type == "cuda":
         moved = device.seconds(problem.elements * problem.states * 4 * 60)
-        return None if moved is None else max(fitted.host * 30 * -(-problem.length // CHUNK), moved / fitted.share)
+        return (
+            None
+            if moved is None
+            else max(fitted.host * 30 * -(-problem.length // CHUNK), moved / fitted.share)
+        )
     if device.type == "cpu":
         return fitted.start + problem.elements * problem.states * fitted.element
     return None
@@ -158,11 +185,13 @@ def selective_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None, return_final_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """The recurrence of Mamba: `h[l] = exp(dt[l] * A) * h[l-1] + dt[l] * x[l] * B[l]`, `y[l] = C[l] . h[l] + D * x[l]`, times `silu(z)`.
+    """The recurrence of Mamba: `h[l] = exp(dt[l] * A) * h[l-1] + dt[l] * x[l] * B[l]`, `y[l] = C[l] . h[l] +
+    D * x[l]`, times `silu(z)`.
 
-    x, dt, z: `[batch, channels, length]`, any strides; A: `[channels, states]`; B, C: `[batch, states, length]`; D, dt_bias:
-    `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the softplus of that. States are held in float32 (float64 for float64).
-    Returns y like x; with `return_final_state` also the last h, `[batch, channels, states]`, the next call's `initial_state`.
+    x, dt, z: `[batch, channels, length]`, any strides; A: `[channels, states]`; B, C: `[batch, states,
+    length]`; D, dt_bias: `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the softplus of
+    that. States are held in float32 (float64 for float64). Returns y like x; with `return_final_state` also
+    the last h, `[batch, channels, states]`, the next call's `initial_state`.
 
     >>> import torch, turnout
     >>> x, one = torch.tensor([[[1.0, 2.0, 3.0]]]), torch.ones(1, 1, 3)

@@ -14,7 +14,17 @@ from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def case(name: str, source: str, batch: int, dim: int, length: int, dtype: torch.dtype, *, states: int = 16, held: bool = False) -> Case:
+def case(
+    name: str,
+    source: str,
+    batch: int,
+    dim: int,
+    length: int,
+    dtype: torch.dtype,
+    *,
+    states: int = 16,
+    held: bool = False,
+) -> Case:
     """Steps and rates as a trained model has them: dt from 0.001 to 0.1, A from -1 to -states."""
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -22,7 +32,9 @@ def case(name: str, source: str, batch: int, dim: int, length: int, dtype: torch
         x, z = (normal((batch, length, dim), dtype, device, generator).transpose(1, 2) for _ in range(2))
         dt = normal((batch, dim, length), dtype, device, generator)
         rates = -torch.arange(1, states + 1, device=device, dtype=FP32).expand(dim, states).contiguous()
-        into, out = (normal((batch, length, states), dtype, device, generator).transpose(1, 2) for _ in range(2))
+        into, out = (
+            normal((batch, length, states), dtype, device, generator).transpose(1, 2) for _ in range(2)
+        )
         bias = torch.linspace(-7, -2, dim, device=device)
         state = normal((batch, dim, states), FP32, device, generator) if held else None
         return x, dt, rates, into, out, torch.ones(dim, device=device), z, bias, True, state, True
@@ -43,7 +55,17 @@ CALLS = [
 
 
 def one_by_one(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Tensor, dt_bias: Tensor, dt_softplus: bool, state: Any, final: bool
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any,
+    z: Tensor,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    state: Any,
+    final: bool,
 ) -> tuple[Tensor, Tensor]:
     """What transformers does without the package: a step of Python for every position."""
     step = F.softplus(dt + dt_bias.to(dt.dtype)[:, None])
@@ -64,13 +86,23 @@ PEERS = {"transformers": one_by_one}
 def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid scan, small."""
     dtype = draw.choice((FP32, FP32, FP16, BF16, torch.float64))
-    batch, dim, length, states = draw.choice((1, 2)), draw.choice((1, 3, 8, 17)), draw.choice((0, 1, 2, 5, 13)), draw.choice((1, 2, 4, 5))
+    batch, dim, length, states = (
+        draw.choice((1, 2)),
+        draw.choice((1, 3, 8, 17)),
+        draw.choice((0, 1, 2, 5, 13)),
+        draw.choice((1, 2, 4, 5)),
+    )
 
     def some(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return small_integers(draw, shape, kind, device)
 
     held = FP32 if dtype is not torch.float64 else dtype
-    x, dt, B, C = some(batch, dim, length), some(batch, dim, length), some(batch, states, length), some(batch, states, length)
+    x, dt, B, C = (
+        some(batch, dim, length),
+        some(batch, dim, length),
+        some(batch, states, length),
+        some(batch, states, length),
+    )
     A = -some(dim, states, kind=held).abs()
     D = some(dim, kind=held) if draw.random() < 0.5 else None
     z = some(batch, dim, length) if draw.random() < 0.5 else None

@@ -35,7 +35,9 @@ def refuses(problem: SelectiveScan, device: Device) -> Iterator[str]:
 
 
 def cost(problem: SelectiveScan, device: Device) -> float | None:
-    """The bytes, or the steps: a multiprocessor runs four warps at a time, and a step of one took 0.4 us on an H200."""
+    """The bytes, or the steps: a multiprocessor runs four warps at a time, and a step of one took 0.4 us on
+    an H200.
+    """
     moving = device.seconds(work(problem).bytes)
     if moving is None or device.type != "cuda":
         return None
@@ -60,12 +62,16 @@ def fewer_channels(states: int, batch: int, dim: int, programs: int) -> int:
 
 
 def configs(problem: SelectiveScan, device: Device) -> list[Config]:
-    """A warp for each of a multiprocessor's four schedulers, if that can be had. One that is alone there has nobody to wait with and reads
-    further ahead."""
+    """A warp for each of a multiprocessor's four schedulers, if that can be had. One that is alone there has
+    nobody to wait with and reads further ahead."""
     channels = fewer_channels(problem.states, problem.batch, problem.dim, 4 * device.units)
     if problem.length == 1:
         return [{"channels": channels, "steps": 1, "warps": 1}]
-    tries = [(channels, AHEAD if channels <= 8 else 4), (channels, 4 if channels <= 8 else AHEAD), (max(4, channels // 2), 4)]
+    tries = [
+        (channels, AHEAD if channels <= 8 else 4),
+        (channels, 4 if channels <= 8 else AHEAD),
+        (max(4, channels // 2), 4),
+    ]
     return [{"channels": n, "steps": steps, "warps": 1} for n, steps in tries]
 
 
@@ -82,7 +88,9 @@ def one_launch(
 
     (batch, dim, length), states = x.shape, A.shape[1]
     y = empty_dense(x, channel_last(x))
-    final = torch.empty((batch, dim, states) if return_final_state else 0, dtype=torch.float32, device=x.device)
+    final = torch.empty(
+        (batch, dim, states) if return_final_state else 0, dtype=torch.float32, device=x.device
+    )
     none = (0, 0, 0)
     numbers = (
         dim, length, *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *(none if z is None else z.stride()),
@@ -94,7 +102,10 @@ def one_launch(
     }  # fmt: skip
     skip, bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
     tensors = (x, dt, A, B, C, skip, z, bias, initial_state, y, final)
-    # A warp that reads far ahead has a scheduler for itself: all registers are its own, and ptxas need not save any.
+    # A warp that reads far ahead has a scheduler for itself: all registers are its own, and ptxas need not
+    # save any.
     registers = 255 if steps == AHEAD else None
-    launch = Launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps, {"maxnreg": registers})
+    launch = Launch(
+        scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps, {"maxnreg": registers}
+    )
     return LaunchPlan((launch,), (y, final))

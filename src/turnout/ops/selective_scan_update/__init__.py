@@ -40,7 +40,15 @@ class SelectiveScanUpdate(NamedTuple):
 
 
 def check(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
 ) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 2:
@@ -126,13 +134,15 @@ def selective_scan_update(
     x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, log_rates: bool = False,
 ) -> Tensor:  # fmt: skip
-    """One more position of each sequence: what `selective_scan` would give there. `state` is updated in place.
+    """One more position of each sequence: what `selective_scan` would give there. `state` is updated in
+    place.
 
-    x, dt, z: `[batch, channels]`, any strides; state: `[batch, channels, states]`; A: `[channels, states]`; B, C: `[batch, states]`; D,
-    dt_bias: `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the softplus of that. With `log_rates` A is what models keep,
-    the logarithm of `-A`. Sums are in float32 (float64 for float64). Returns y like x, contiguous. The state may
-    overlap what is read: all of that is read first. Where gradients are wanted, the reference runs, and autograd's rules for in-place
-    operations hold.
+    x, dt, z: `[batch, channels]`, any strides; state: `[batch, channels, states]`; A: `[channels, states]`;
+    B, C: `[batch, states]`; D, dt_bias: `[channels]`. `dt_bias` is added to dt, and `dt_softplus` takes the
+    softplus of that. With `log_rates` A is what models keep, the logarithm of `-A`. Sums are in float32
+    (float64 for float64). Returns y like x, contiguous. The state may
+    overlap what is read: all of that is read first. Where gradients are wanted, the reference runs, and
+    autograd's rules for in-place operations hold.
 
     >>> import torch
     >>> from turnout.ops.selective_scan_update import selective_scan_update

@@ -16,7 +16,9 @@ from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
 def case(name: str, source: str, batch: int, dim: int, dtype: torch.dtype, *, states: int = 16) -> Case:
-    """dt from 0.001 to 0.1, A from -1 to -states, given as logarithms; x, dt, B, C and z as the halves and parts of projections."""
+    """dt from 0.001 to 0.1, A from -1 to -states, given as logarithms; x, dt, B, C and z as the halves and
+    parts of projections.
+    """
 
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
@@ -26,7 +28,19 @@ def case(name: str, source: str, batch: int, dim: int, dtype: torch.dtype, *, st
         into, out = normal((batch, 2 * states), dtype, device, generator).chunk(2, 1)
         bias = torch.linspace(-7, -2, dim, device=device).to(dtype)
         state = normal((batch, dim, states), FP32, device, generator)
-        return x, state, dt, rates, into, out, torch.ones(dim, device=device, dtype=dtype), z, bias, True, True
+        return (
+            x,
+            state,
+            dt,
+            rates,
+            into,
+            out,
+            torch.ones(dim, device=device, dtype=dtype),
+            z,
+            bias,
+            True,
+            True,
+        )
 
     return Case(f"{name} {batch}x{dim} states {states}", source, dtype, make)
 
@@ -40,7 +54,17 @@ CALLS = [
 
 
 def eager(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Any, dt_bias: Any, dt_softplus: bool, log_rates: bool
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any,
+    z: Any,
+    dt_bias: Any,
+    dt_softplus: bool,
+    log_rates: bool,
 ) -> Tensor:
     """What transformers does without the package, with the line of the model that makes the rates."""
     rates = -torch.exp(A.float()) if log_rates else A
@@ -55,7 +79,9 @@ def eager(
 
 
 PEERS = {"transformers": eager, "torch.compile": compiled(eager)}
-BOUNDS = {"graph replay": replayed(SELECTIVE_SCAN_UPDATE)}  # a step is all launch until hundreds of sequences take it
+BOUNDS = {
+    "graph replay": replayed(SELECTIVE_SCAN_UPDATE)
+}  # a step is all launch until hundreds of sequences take it
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:

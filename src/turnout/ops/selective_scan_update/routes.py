@@ -1,4 +1,6 @@
-"""The route of selective_scan_update: one launch of selective_scan's kernel on a GPU, which then writes where it read."""
+"""The route of selective_scan_update: one launch of selective_scan's kernel on a GPU, which then writes where
+it read.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,27 @@ def refuses(problem: SelectiveScanUpdate, device: Device) -> Iterator[str]:
         yield "nothing to scan, this route needs at least one element and one state"
     if problem.states > MOST_STATES:
         yield f"{problem.states} states, this route needs at most {MOST_STATES}"
-    if any(stride == 0 and size > 1 for stride, size in zip(problem.strides[1], (problem.batch, problem.dim, problem.states), strict=True)):
+    if any(
+        stride == 0 and size > 1
+        for stride, size in zip(problem.strides[1], (problem.batch, problem.dim, problem.states), strict=True)
+    ):
         yield "states that share memory, this route needs memory of its own for each"
 
 
 def cost(problem: SelectiveScanUpdate, device: Device) -> float | None:
     moving = device.seconds(work(problem).bytes)
     fitted = device.fitted("selective_scan_update.kernels")
-    return None if moving is None or device.type != "cuda" else max(fitted.host, fitted.start + moving / fitted.share)
+    return (
+        None
+        if moving is None or device.type != "cuda"
+        else max(fitted.host, fitted.start + moving / fitted.share)
+    )
 
 
 def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
-    return [{"channels": fewer_channels(problem.states, problem.batch, problem.dim, device.units), "warps": 1}]
+    return [
+        {"channels": fewer_channels(problem.states, problem.batch, problem.dim, device.units), "warps": 1}
+    ]
 
 
 @SELECTIVE_SCAN_UPDATE.route(

@@ -20,13 +20,17 @@ from turnout.routing.public import public
 
 
 class UpsampleConv2d(NamedTuple):
-    """Everything that may change the answer or the speed of one call: a convolution on the small image, and the scale."""
+    """Everything that may change the answer or the speed of one call: a convolution on the small image, and
+    the scale.
+    """
 
     small: Conv2d
     scale: int
 
     @staticmethod
-    def of(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: Sequence[int]) -> UpsampleConv2d:
+    def of(
+        input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: Sequence[int]
+    ) -> UpsampleConv2d:
         return UpsampleConv2d(Conv2d.of(input, weight, bias, [1, 1], padding, [1, 1], 1, None), scale)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -35,15 +39,22 @@ class UpsampleConv2d(NamedTuple):
         shape = self.small.input
         large = (*shape[:2], *(n * self.scale for n in shape[2:]))
         last = len(shape) == 4 and self.small.channels_last
-        return self.small._replace(input=large, input_strides=dense_strides(large, LAST[4] if last else FIRST))
+        return self.small._replace(
+            input=large, input_strides=dense_strides(large, LAST[4] if last else FIRST)
+        )
 
     @property
     def products(self) -> int:
         """Products of one image's pixels with added-up weights, for one filter."""
         s = self.scale
         rows, columns = (
-            sum(-(-(size - phase) // s) * len({(phase + k - p) // s for k in range(kernel)}) for phase in range(s))
-            for size, kernel, p in zip(self.large.output[2:], self.small.weight[2:], self.small.padding, strict=True)
+            sum(
+                -(-(size - phase) // s) * len({(phase + k - p) // s for k in range(kernel)})
+                for phase in range(s)
+            )
+            for size, kernel, p in zip(
+                self.large.output[2:], self.small.weight[2:], self.small.padding, strict=True
+            )
         )
         return rows * columns * self.small.weight[1]
 
@@ -64,19 +75,27 @@ def vjp(inputs: tuple, grads: tuple) -> tuple:
     """A gradient for each input: that of the convolution, pixels of one block added up."""
     input, weight, bias, scale, padding = inputs
     large = upsampled(input, scale)
-    dlarge, dweight, dbias = convolution_backward(grads[0], large, weight, bias, [1, 1], padding, [1, 1], 1, input.requires_grad)
+    dlarge, dweight, dbias = convolution_backward(
+        grads[0], large, weight, bias, [1, 1], padding, [1, 1], 1, input.requires_grad
+    )
     if dlarge is None:
         return None, dweight, dbias, None, None
     factor = float(scale)
-    small = torch.ops.aten.upsample_nearest2d_backward(dlarge, list(large.shape[2:]), list(input.shape), factor, factor)
+    small = torch.ops.aten.upsample_nearest2d_backward(
+        dlarge, list(large.shape[2:]), list(input.shape), factor, factor
+    )
     return small, dweight, dbias, None, None
 
 
 def work(problem: UpsampleConv2d) -> Work:
-    """The small image read once, the output written once; a multiplication and an addition for each weight and pixel it falls on."""
+    """The small image read once, the output written once; a multiplication and an addition for each weight
+    and pixel it falls on.
+    """
     found = costs.work(problem.large)
     saved = (prod(problem.large.input) - prod(problem.small.input)) * problem.small.dtype.itemsize
-    return found._replace(bytes=found.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products)
+    return found._replace(
+        bytes=found.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products
+    )
 
 
 def family(problem: UpsampleConv2d) -> tuple:
@@ -92,8 +111,12 @@ def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: int = 2, padding: int | Sequence[int] = 1,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: int = 2,
+    padding: int | Sequence[int] = 1,
+) -> tuple:
     """The reference's arguments of a public call."""
     if not isinstance(scale, int) or scale < 1:
         raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
@@ -101,14 +124,28 @@ def arguments(
 
 
 UPSAMPLE_CONV2D = Op(
-    "upsample_conv2d", reference, problem_type=UpsampleConv2d, cost=reference_cost, work=work, cases="turnout.ops.upsample_conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "upsample_conv2d",
+    reference,
+    problem_type=UpsampleConv2d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.upsample_conv2d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @public(UPSAMPLE_CONV2D)
 def upsample_conv2d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: int = 2, padding: int | Sequence[int] = 1
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scale: int = 2,
+    padding: int | Sequence[int] = 1,
 ) -> Tensor:
     """Nearest upsampling by a whole number, then a 2-D convolution of stride 1.
 

@@ -31,7 +31,13 @@ from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
-    source: str, size: tuple[int, int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, batch: int = 1, layout: str = LAST
+    source: str,
+    size: tuple[int, int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    batch: int = 1,
+    layout: str = LAST,
 ) -> Case:
     """An image of `size` to one twice as high and wide, then 3x3."""
     into, out = channels
@@ -90,5 +96,10 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
 
 
 CASES = Cases(
-    CALLS, random_call, peers=PEERS, ordinary=("weight",), of_torch=("channels-last", "phases"), not_interpreted=("implicit-gemm-hopper",)
+    CALLS,
+    random_call,
+    peers=PEERS,
+    ordinary=("weight",),
+    of_torch=("channels-last", "phases"),
+    not_interpreted=("implicit-gemm-hopper",),
 )

@@ -13,7 +13,14 @@ from turnout.launch import LaunchPlan, Workspace, start
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.gpu import routes as kernels
 from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Lowering, phase_filters
-from turnout.ops.convolution.gpu.routes import clip_shape, clip_strides, launch_into, one_launch, precision_of, prepare_by
+from turnout.ops.convolution.gpu.routes import (
+    clip_shape,
+    clip_strides,
+    launch_into,
+    one_launch,
+    precision_of,
+    prepare_by,
+)
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
@@ -49,14 +56,24 @@ def refuses_even_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str
     elif problem.small.channels_last or not device.has_avx512:
         yield from guards.needs_sums_as_exact(problem.large, device, at_once)
     for size, kernel, padding, axis in zip(
-        problem.large.output[2:], problem.small.weight[2:], problem.small.padding, axes_of(problem), strict=True
+        problem.large.output[2:],
+        problem.small.weight[2:],
+        problem.small.padding,
+        axes_of(problem),
+        strict=True,
     ):
         if size % problem.scale or not axis.even:
-            yield f"{kernel} taps, padding {padding} and {size} outputs, this route needs phases of equal windows and outputs"
+            yield (
+                f"{kernel} taps, padding {padding} and {size} outputs, "
+                "this route needs phases of equal windows and outputs"
+            )
 
 
 def axes_of(problem: UpsampleConv2d) -> list[Axis]:
-    return [Axis.of(problem.scale, k, p) for k, p in zip(problem.small.weight[2:], problem.small.padding, strict=True)]
+    return [
+        Axis.of(problem.scale, k, p)
+        for k, p in zip(problem.small.weight[2:], problem.small.padding, strict=True)
+    ]
 
 
 def refuses_vendor_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
@@ -65,24 +82,40 @@ def refuses_vendor_phases(problem: UpsampleConv2d, device: Device) -> Iterator[s
     yield from guards.needs_even_channels(small, device)
     if problem.invalid() is None and device.type == "cuda":
         filters, channels, *_ = small.weight
-        if precision_of(small.float32, channels, filters) != precision_of(small.float32, channels, problem.scale**2 * filters):
-            yield f"{filters} filters, in float32 for cuDNN, whose phases it would multiply in TF32, this route needs a multiple of 4"
+        if precision_of(small.float32, channels, filters) != precision_of(
+            small.float32, channels, problem.scale**2 * filters
+        ):
+            yield (
+                f"{filters} filters, in float32 for cuDNN, whose phases it would multiply in TF32, "
+                "this route needs a multiple of 4"
+            )
 
 
 def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     """One convolution on the small image with `scale**2` times the filters, then a copy of its output."""
     small, scale = problem.small, problem.scale
-    filters = small._replace(weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem))))
+    filters = small._replace(
+        weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem)))
+    )
     found = costs.channels_last_cost(filters, device)
     on_cpu = device.type == "cpu"
     prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
-    return None if found is None else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
+    return (
+        None
+        if found is None
+        else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
+    )
 
 
 @UPSAMPLE_CONV2D.route("phases", refuses=refuses_vendor_phases, cost=phases_cost, numerics="close", version=1)
 def phases(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
     format = plain_format(input, weight)
-    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=format)
+    out = torch.empty(
+        output_size(input, weight, scale, padding),
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=format,
+    )
     return by_phases(input, weight, bias, scale, padding, out)
 
 
@@ -96,7 +129,9 @@ def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 
 
 @UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, **IN_TORCH)
-def with_channels_last(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+def with_channels_last(
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
+) -> Tensor:
     y = in_channels_last(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
     return finished(y, None, plain_format(input, weight))
 
@@ -106,11 +141,15 @@ def refuses_upcast(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
 
 
 def upcast_cost(problem: UpsampleConv2d, device: Device) -> float | None:
-    return costs.upcast_cost(problem.large, device) + costs.copying(prod(problem.large.input), problem.small, device)
+    return costs.upcast_cost(problem.large, device) + costs.copying(
+        prod(problem.large.input), problem.small, device
+    )
 
 
 @UPSAMPLE_CONV2D.route("upcast", refuses=refuses_upcast, cost=upcast_cost, **IN_TORCH)
-def with_float32(input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]) -> Tensor:
+def with_float32(
+    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
+) -> Tensor:
     y = in_float32(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
     return finished(y, None, plain_format(input, weight))
 
@@ -126,12 +165,18 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
     weight = (*small.weight[:2], 1, high.length, wide.length)
     return [
         Task(
-            clip_shape(small.input), weight, (*out[:3], out[3] // scale, out[4] // scale), clip_strides(small.input, small.input_strides),
-            (n, c, d, scale * h, scale * w), small.dtype, padding=(0, -top, -left),
+            clip_shape(small.input),
+            weight,
+            (*out[:3], out[3] // scale, out[4] // scale),
+            clip_strides(small.input, small.input_strides),
+            (n, c, d, scale * h, scale * w),
+            small.dtype,
+            padding=(0, -top, -left),
             precision=precision_of(small.float32, small.weight[1], small.weight[0]),
         )
-        for top in high.starts for left in wide.starts
-    ]  # fmt: skip
+        for top in high.starts
+        for left in wide.starts
+    ]
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
@@ -143,7 +188,11 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
 
     def cost(problem: UpsampleConv2d, device: Device) -> float | None:
         seconds = [kernel.seconds(task, device) for task in phase_tasks(problem)]
-        layouts = 0.0 if problem.small.channels_last else costs.gpu_relayout(problem.small.input, problem.small, device)
+        layouts = (
+            0.0
+            if problem.small.channels_last
+            else costs.gpu_relayout(problem.small.input, problem.small, device)
+        )
         if not problem.small.output_channels_last:
             layouts += costs.gpu_relayout(problem.large.output, problem.small, device)
         known = [each for each in seconds if each is not None]
@@ -156,22 +205,40 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_phases, kernel), "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare_by(plan_phases, kernel),
+        "numerics": "close",
+        "version": 1,
         "kernels": (*kernel.kernels, PHASE_FILTERS),
-    }  # fmt: skip
+    }
 
 
 def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[int, ...]:
-    sizes = (scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True))
+    sizes = (
+        scale * n + 2 * p - k + 1 for n, p, k in zip(input.shape[2:], padding, weight.shape[2:], strict=True)
+    )
     return (len(input), len(weight), *sizes)
 
 
 def phase_by_phase(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    **config: Any,
 ) -> Tensor:
     """Each phase by a launch of its own, straight into its pixels."""
     high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=LAST[4])
+    out = torch.empty(
+        output_size(input, weight, scale, padding),
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=LAST[4],
+    )
     pixels = kernels.with_channels_last(input)
     fill, filters = phase_filters(weight, scale, padding, high.length, wide.length)
     start(fill)
@@ -179,44 +246,98 @@ def phase_by_phase(
     for a, top in enumerate(high.starts):
         for b, left in enumerate(wide.starts):
             place = out[:, :, a::scale, b::scale]
-            launch_into(lowering, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config)
+            launch_into(
+                lowering, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config
+            )
     return output_in(out, known_format(input, weight))
 
 
 def plan_phases(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
-) -> LaunchPlan | None:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    **config: Any,
+) -> LaunchPlan | None:
     """`phase_by_phase` on tensors as they are."""
     if known_format(input, weight) != LAST[4]:
         return None
     high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    out = torch.empty(output_size(input, weight, scale, padding), dtype=input.dtype, device=input.device, memory_format=LAST[4])
+    out = torch.empty(
+        output_size(input, weight, scale, padding),
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=LAST[4],
+    )
     fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
-    filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)  # [scale, scale, Cout, Cin, rows, columns]
+    filters = workspace.unflatten(0, (scale, scale)).permute(
+        0, 1, 2, 5, 3, 4
+    )  # [scale, scale, Cout, Cin, rows, columns]
     launches = [
         one_launch(
-            lowering, input, filters[a, b], bias, out[:, :, a::scale, b::scale], (1, 1), (-top, -left), (1, 1), None, config
+            lowering,
+            input,
+            filters[a, b],
+            bias,
+            out[:, :, a::scale, b::scale],
+            (1, 1),
+            (-top, -left),
+            (1, 1),
+            None,
+            config,
         )
-        for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
-    ]  # fmt: skip
+        for a, top in enumerate(high.starts)
+        for b, left in enumerate(wide.starts)
+    ]
     known = [launch for launch in launches if launch is not None]
     return LaunchPlan((fill, *known), out, (Workspace(workspace),)) if len(known) == len(launches) else None
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
-    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     config = {"pixels": pixels, "filters": filters, "channels": channels, "warps": warps}
     return phase_by_phase(GEMM, input, weight, bias, scale, padding, **config)
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
-    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
-    config = {"share": share, "slots": slots, "rows": rows, "columns": columns, "channels": channels, "filters": filters, "stages": stages}
-    return phase_by_phase(GEMM_HOPPER, input, weight, bias, scale, padding, **config, from_registers=from_registers)
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
+    config = {
+        "share": share,
+        "slots": slots,
+        "rows": rows,
+        "columns": columns,
+        "channels": channels,
+        "filters": filters,
+        "stages": stages,
+    }
+    return phase_by_phase(
+        GEMM_HOPPER, input, weight, bias, scale, padding, **config, from_registers=from_registers
+    )

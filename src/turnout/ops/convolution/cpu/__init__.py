@@ -1,1 +1,4 @@
-"""Convolutions by our own CPU kernels: Winograd's method. `winograd.py` leads in, the kernels files are Numba's."""
+"""Convolutions by our own CPU kernels: Winograd's method.
+
+`winograd.py` leads in, the kernels files are Numba's.
+"""

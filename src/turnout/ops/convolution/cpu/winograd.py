@@ -1,10 +1,13 @@
-"""Winograd's F(2x2, 3x3) on a CPU: a 3x3 convolution of stride 1 by 16 products where direct summation takes 36.
+"""Winograd's F(2x2, 3x3) on a CPU: a 3x3 convolution of stride 1 by 16 products where direct summation takes
+36.
 
-The transforms are those of S. Winograd, "Arithmetic Complexity of Computations", 1980, as A. Lavin and S. Gray apply them in
-"Fast Algorithms for Convolutional Neural Networks", 2016. A tile of 4x4 input pixels, two apart, gives 2x2 outputs. With several
-depths of the kernel their products are added up before the last transform, so the transforms are shared.
+The transforms are those of S. Winograd, "Arithmetic Complexity of Computations", 1980, as A. Lavin and S.
+Gray apply them in "Fast Algorithms for Convolutional Neural Networks", 2016. A tile of 4x4 input pixels, two
+apart, gives 2x2 outputs. With several depths of the kernel their products are added up before the last
+transform, so the transforms are shared.
 
-Inf would become NaN, and large numbers may overflow in between: where a result is not finite, torch is asked instead.
+Inf would become NaN, and large numbers may overflow in between: where a result is not finite, torch is asked
+instead.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import array, flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
-OF_SMALL = 24  # the same for calls that torch keeps for its own loop, which loses fewer on some CPUs; up to a twentieth slower
+# The same for calls that torch runs by its own loop, which loses fewer digits on some CPUs. Up to 5 % slower.
+OF_SMALL = 24
 MOST_BYTES = 12 * 2**20  # of a thread's transformed tiles
 MOST_FILTERS = 16 * 2**20  # bytes of transformed filters; more are done one part after the other
 MOST_FRAMES = 8  # that come out of a block
@@ -41,9 +45,13 @@ class Block(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def block_of(plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool) -> Block:
-    """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little for all threads, tiles or
-    filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come out are the plan.
+def block_of(
+    plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool
+) -> Block:
+    """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little
+    for all threads, tiles or
+    filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come
+    out are the plan.
 
     >>> block_of((96, 96, 3, 4), (30, 52), 1, 2, True), block_of((384, 384, 3, 2), (4, 6), 1, 2, False)
     (Block(chunk=4, tall=2, wide=52, share=96), Block(chunk=2, tall=4, wide=6, share=96))
@@ -75,25 +83,42 @@ def even(count: int, most: int) -> int:
 
 
 def by_winograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
 ) -> Tensor:
-    """A convolution, 2-D or 3-D, with a kernel of 3 x 3 in height and width, stride 1, spatial dilation 1 and one group."""
+    """A convolution, 2-D or 3-D, with a kernel of 3 x 3 in height and width, stride 1, spatial dilation 1 and
+    one group.
+    """
     format = torch_format(input, weight, bias, stride, padding, dilation, groups)
     at_once = OF_SMALL if len(input) == 1 and prod(input.shape[:4]) <= ON_TORCHS_OWN_LOOP else AT_ONCE
     if input.dim() == 4:
-        y = of_finite(input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format, at_once)
+        y = of_finite(
+            input.unsqueeze(2), weight.unsqueeze(2), bias, [0, *padding], [1, *dilation], format, at_once
+        )
         y = None if y is None else y.squeeze_(2)
     else:
         y = of_finite(input, weight, bias, padding, dilation, format, at_once)
     if y is None and input.dtype is torch.float32:
-        return torch.convolution(input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+        return torch.convolution(
+            input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
+        )
     return in_float32(input, weight, bias, stride, padding, dilation, groups) if y is None else y
 
 
 def of_finite(
-    input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int], format: torch.memory_format,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    format: torch.memory_format,
     channels_at_once: int,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Clips, channels first or last as the format says. None if a number that comes out is not finite."""
     import numpy as np
 
@@ -115,23 +140,53 @@ def of_finite(
     if bias is not None:
         shift[:filters] = array(bias.float())
     down, across = ceil_div(height, 2), ceil_div(width, 2)
-    block = block_of((channels, filters, depth, outputs), (down, across), clips, torch.get_num_threads(), last)
+    block = block_of(
+        (channels, filters, depth, outputs), (down, across), clips, torch.get_num_threads(), last
+    )
     at_once = max(1, MOST_FILTERS // (4 * kernels.POINTS * kernels.LANES * depth * channels)) * kernels.LANES
-    x, x_steps, y_steps, w_steps = flat(input), kernels.Steps(*input.stride()), kernels.Steps(*y.stride()), kernels.Steps(*weight.stride())
+    x, x_steps, y_steps, w_steps = (
+        flat(input),
+        kernels.Steps(*input.stride()),
+        kernels.Steps(*y.stride()),
+        kernels.Steps(*weight.stride()),
+    )
     for first in range(0, filters, at_once):
         count = min(at_once, filters - first)
         vectors = ceil_div(count, kernels.LANES)
         point = (vectors * channels + 1) * kernels.LANES
         u = array(torch.empty(depth * kernels.POINTS * point, dtype=torch.float32, device=input.device))
         transform = functools.partial(
-            kernels.transform_weight, flat(weight[first : first + count]), w_steps, count, channels, depth, u, point
+            kernels.transform_weight,
+            flat(weight[first : first + count]),
+            w_steps,
+            count,
+            channels,
+            depth,
+            u,
+            point,
         )
         parts = vectors * ceil_div(channels, kernels.CHANNELS)
         in_shares(transform, parts) if parts * depth > FEW_PARTS else transform(0, parts)
         plan = kernels.Plan(
-            channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
-            block.chunk, block.tall, block.wide, min(block.share, count), ceil_div(channels, channels_at_once),
-        )  # fmt: skip
+            channels,
+            count,
+            depth,
+            dilation[0],
+            frames,
+            rows,
+            columns,
+            front,
+            top,
+            left,
+            outputs,
+            height,
+            width,
+            block.chunk,
+            block.tall,
+            block.wide,
+            min(block.share, count),
+            ceil_div(channels, channels_at_once),
+        )
         cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
         blocks = clips * prod(ceil_div(n, size) for n, size in cuts)
         given = (x, x_steps, u, point, shift[first:], flat(y[:, first : first + count]), y_steps, plan, last)

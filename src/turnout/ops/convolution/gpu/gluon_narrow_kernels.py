@@ -16,7 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from turnout.launch.gluon import async_load
-from turnout.ops.convolution.gpu.gluon_kernels import NUMBERS, accumulate, fetch, fetch_box, multiply, place, rings, rows_of, settle
+from turnout.ops.convolution.gpu.gluon_kernels import (
+    NUMBERS,
+    accumulate,
+    fetch,
+    fetch_box,
+    multiply,
+    place,
+    rings,
+    rows_of,
+    settle,
+)
 
 
 @gluon.constexpr_function

@@ -19,9 +19,10 @@ MOST_NARROW = 64  # filters times columns of the kernel, each rounded up to a po
 
 
 class Task(NamedTuple):
-    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is what stands before the first
-    frame, row and column; what stands behind the last follows from the size of `out`. `precision` is how float32 is multiplied, "tf32"
-    or "ieee"; other dtypes ignore it. `cache` counts frames."""
+    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is
+    what stands before the first frame, row and column; what stands behind the last follows from the size of
+    `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache` counts
+    frames."""
 
     x: tuple[int, ...]
     weight: tuple[int, ...]
@@ -40,7 +41,9 @@ class Task(NamedTuple):
 
     @property
     def frames_before(self) -> bool:
-        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find them."""
+        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find
+        them.
+        """
         return self.cache > 0 or self.replicates
 
     @property
@@ -53,7 +56,11 @@ class Task(NamedTuple):
         """The share of the kernel's depth that sees frames, not zeros before the first or behind the last."""
         frames, depth, outputs = self.x[2], self.weight[2], self.out[2]
         first = -self.padding[0] if self.pad_mode == "replicate" else -self.cache
-        at = (o * self.stride[0] + k * self.dilation[0] - self.padding[0] for o in range(outputs) for k in range(depth))
+        at = (
+            o * self.stride[0] + k * self.dilation[0] - self.padding[0]
+            for o in range(outputs)
+            for k in range(depth)
+        )
         return sum(first <= frame < frames for frame in at) / max(outputs * depth, 1)
 
 
@@ -65,7 +72,10 @@ def implicit_gemm_refuses(task: Task) -> Iterator[str]:
     if task.x[1] != task.weight[1]:
         yield f"{task.x[1] // max(task.weight[1], 1)} groups, this route needs 1"
     if task.cache_strides is not None and task.x[1] > 1 and task.cache_strides[1] != task.x_strides[1]:
-        yield f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, this route needs the same"
+        yield (
+            f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, "
+            "this route needs the same"
+        )
 
 
 def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
@@ -83,7 +93,10 @@ def narrow_out_refuses(task: Task) -> Iterator[str]:
     yield from few_filters_refuse(task)
     _, channels, *kernel = task.weight
     if kernel[0] * kernel[1] * ceil_div(channels, 128) > MOST_HELD:
-        yield f"{channels} channels and a kernel of {kernel}, this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        yield (
+            f"{channels} channels and a kernel of {kernel}, "
+            f"this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        )
 
 
 def narrow_out_hopper_refuses(task: Task) -> Iterator[str]:
@@ -102,7 +115,10 @@ def few_filters_refuse(task: Task) -> Iterator[str]:
     filters, wide = task.weight[0], task.weight[4]
     columns = power_of_two(filters) * power_of_two(wide)
     if columns > MOST_NARROW:
-        yield f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, this route needs at most {MOST_NARROW}"
+        yield (
+            f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, "
+            f"this route needs at most {MOST_NARROW}"
+        )
 
 
 def hopper_refuses(task: Task) -> Iterator[str]:
@@ -125,4 +141,7 @@ def needs_steps(name: str, count: int, task: Task) -> Iterator[str]:
 def needs_tma(name: str, shape: tuple[int, ...], strides: tuple[int, ...], task: Task) -> Iterator[str]:
     last = (0, 2, 3, 4, 1)
     if not tma.fits([shape[a] for a in last], [strides[a] for a in last], task.dtype.itemsize):
-        yield f"{name} strides {strides}, this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        yield (
+            f"{name} strides {strides}, "
+            f"this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        )

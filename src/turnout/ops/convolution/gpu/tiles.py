@@ -11,7 +11,8 @@ from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.integers import ceil_div, power_of_two
 
 PIXELS = 128  # of one slot: 64 for each of two warpgroups
-REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be multiplied; with more, products wait for one another
+# Registers of a thread, of 240, for accumulators and operands: with more, products wait for one another.
+REGISTERS = 210
 BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
@@ -19,9 +20,9 @@ SMALL = (4, 8)  # rows and columns of a box that covers most images without stic
 
 
 class Tile(NamedTuple):
-    """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each of 128 pixels, in boxes of `rows` x `columns`,
-    and `filters`; `channels` and `stages` of what is fetched at a time; pixels reach the tensor cores from registers, or from shared
-    memory."""
+    """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each of 128 pixels,
+    in boxes of `rows` x `columns`, and `filters`; `channels` and `stages` of what is fetched at a time;
+    pixels reach the tensor cores from registers, or from shared memory."""
 
     share: str
     slots: int
@@ -37,9 +38,10 @@ class Tile(NamedTuple):
         return PIXELS // (self.rows * self.columns)
 
     def cycles(self, task: Task, units: int) -> float:
-        """Of one multiprocessor, at about 1.6 GHz on an H200. Its tensor cores take half a cycle for a filter, 64 pixels and 32 bytes of
-        channels. Its shared memory gives them 140 bytes a cycle: filters for every product, pixels too unless they are in registers.
-        From the cache comes a row of up to 128 bytes, a pixel or a filter, every 1.7 cycles. (Fitted to twelve tiles on an H200.)"""
+        """Of one multiprocessor, at about 1.6 GHz on an H200. Its tensor cores take half a cycle for a
+        filter, 64 pixels and 32 bytes of channels. Its shared memory gives them 140 bytes a cycle: filters
+        for every product, pixels too unless they are in registers. From the cache comes a row of up to 128
+        bytes, a pixel or a filter, every 1.7 cycles. (Fitted to twelve tiles on an H200.)"""
         (_, channels, *kernel), (batch, count, *sizes) = task.weight, task.out
         s, u = (0, 1) if self.share == "depth" else (1, 0)
         taps = kernel[s] if self.slots > 1 else 1
@@ -55,33 +57,55 @@ class Tile(NamedTuple):
         # Barriers; issuing products; where nothing is shared, or in TF32, waiting for them.
         group += 20 * places + 4 * pieces * products + (150 if single else 40 if self.slots == 1 else 0)
         group *= (1.17 if self.stages == 1 else 1.0) * (1.03 if self.share == "height" else 1.0)
-        groups = prod(kernel) // taps * ceil_div(channels, self.channels) * (1.0 if self.slots > 1 else task.seen)
+        groups = (
+            prod(kernel) // taps * ceil_div(channels, self.channels) * (1.0 if self.slots > 1 else task.seen)
+        )
         ending = 500 + 2 * self.slots * PIXELS * self.filters * task.dtype.itemsize / 128
-        tiles = ceil_div(sizes[s], self.slots) * ceil_div(ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns), self.boxes)
+        tiles = ceil_div(sizes[s], self.slots) * ceil_div(
+            ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns), self.boxes
+        )
         rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
         return rounds * (groups * group + ending)
 
 
 @functools.lru_cache(4096)
 def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Tile, ...]:
-    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and those with other slots, or in
+    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and
+    those with other slots, or in
     one piece, that are nearly as fast: the bound is off by a tenth here and there."""
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
-    shared_axes = [(share, taps) for share, taps, dilation in axes[: 1 if task.replicates else 2] if 1 < taps <= 3 and dilation == 1]
-    wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]  # narrower tiles fetch pixels more often than they have to
+    shared_axes = [
+        (share, taps)
+        for share, taps, dilation in axes[: 1 if task.replicates else 2]
+        if 1 < taps <= 3 and dilation == 1
+    ]
+    wide = [
+        n for n in FILTERS if n >= min(task.weight[0], 96)
+    ]  # narrower tiles fetch pixels more often than they have to
     found = []
     for slots in (1, 2, 4):
         ways = [("depth", 1)] if slots == 1 else shared_axes
-        fitting = [t for s, k in ways for n in wide for c in (16, 32, 64) for t in shaped(task, s, slots, k, c, n, shared)]
+        fitting = [
+            t
+            for s, k in ways
+            for n in wide
+            for c in (16, 32, 64)
+            for t in shaped(task, s, slots, k, c, n, shared)
+        ]
         ranked = sorted(fitting, key=lambda tile: tile.cycles(task, units))
         found += ranked[:1]
         if found and found[-1].boxes > 1:
             found += [tile for tile in ranked if tile.boxes == 1][:1]
     first, *others = sorted(found, key=lambda tile: tile.cycles(task, units))
-    return (first, *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)))
+    return (
+        first,
+        *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)),
+    )
 
 
-def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters: int, shared: int) -> list[Tile]:
+def shaped(
+    task: Task, share: str, slots: int, taps: int, channels: int, filters: int, shared: int
+) -> list[Tile]:
     """Tiles of every shape that fit registers and shared memory."""
     size, row = task.dtype.itemsize, channels * task.dtype.itemsize
     places = slots + taps - 1
@@ -90,7 +114,9 @@ def shaped(task: Task, share: str, slots: int, taps: int, channels: int, filters
     stages = min(free // ((PIXELS * places + taps * filters) * row), 8)
     if not 32 <= row <= 128 or stages * places < 3:
         return []
-    ways = [True] if size == 4 else [False] if slots == 1 else [True, False]  # TF32 is rounded in registers; one product needs none
+    ways = (
+        [True] if size == 4 else [False] if slots == 1 else [True, False]
+    )  # TF32 is rounded in registers; one product needs none
     sources = [held for held in ways if slots * filters // 2 + held * row // 4 <= REGISTERS]
     boxes = [(PIXELS // w, w) for w in COLUMNS] + [SMALL]
     if share == "height" and task.cache:  # frames may come from two tensors
@@ -108,7 +134,10 @@ def split(filters: int) -> list[int]:
 
 
 class NarrowTile(NamedTuple):
-    """A configuration of `narrow_out_hopper`. Where `share` is "rolled", rows are gone through one by one, `slots` of them to a strip."""
+    """A configuration of `narrow_out_hopper`.
+
+    Where `share` is "rolled", rows are gone through one by one, `slots` of them to a strip.
+    """
 
     share: str
     slots: int
@@ -116,7 +145,9 @@ class NarrowTile(NamedTuple):
     stages: int
 
     def resident(self, weight: tuple[int, ...], itemsize: int, shared: int) -> int:
-        """How many programs a multiprocessor holds: with two, one multiplies while the other one adds up and writes."""
+        """How many programs a multiprocessor holds: with two, one multiplies while the other one adds up and
+        writes.
+        """
         if self.share == "rolled":
             return 2
         columns, row = narrow_columns(weight), self.channels * itemsize
@@ -127,8 +158,9 @@ class NarrowTile(NamedTuple):
 
 
 def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
-    """Rows one by one where that fits. Few rows and two programs on a multiprocessor, or many rows, of which fewer are fetched twice; and
-    as many channels at once as fit, or half of them, which leaves room for the next ones to be fetched meanwhile."""
+    """Rows one by one where that fits. Few rows and two programs on a multiprocessor, or many rows, of which
+    fewer are fetched twice; and as many channels at once as fit, or half of them, which leaves room for the
+    next ones to be fetched meanwhile."""
     columns, size = narrow_columns(task.weight), task.dtype.itemsize
     share = "depth" if task.frames_before or task.weight[3] == 1 else "height"
     taps, places = (task.weight[2], task.out[2]) if share == "depth" else (task.weight[3], task.out[3])
@@ -147,9 +179,14 @@ def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
 
 
 def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
-    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all of the weight at hand. 48 KiB
+    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all
+    of the weight at hand. 48 KiB
     asked for in advance, or all that fits: more do not come sooner, and stand further apart in memory."""
-    columns, size, (_, channels, depth, taps, _) = narrow_columns(task.weight), task.dtype.itemsize, task.weight
+    columns, size, (_, channels, depth, taps, _) = (
+        narrow_columns(task.weight),
+        task.dtype.itemsize,
+        task.weight,
+    )
     if size != 2 or not 1 < taps <= 3 or taps * columns > 96:
         return []
     batch, _, frames, high, wide = task.out
@@ -164,12 +201,17 @@ def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
         weight = depth * taps * ceil_div(channels * size, row) * columns * row
         most = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
         if most >= 3 and (row == 128 or channels * size % 128):
-            found += [NarrowTile("rolled", best, row // size, stages) for stages in sorted({min(384 // row, most), most})]
+            found += [
+                NarrowTile("rolled", best, row // size, stages)
+                for stages in sorted({min(384 // row, most), most})
+            ]
     return found
 
 
 def narrow_room(columns: int, shared: int, resident: int) -> int:
-    """Shared memory for what is fetched: less 1 KiB for barriers, 1 KiB of the driver's, and 512 bytes a column, where sums are moved."""
+    """Shared memory for what is fetched: less 1 KiB for barriers, 1 KiB of the driver's, and 512 bytes a
+    column, where sums are moved.
+    """
     return shared // resident - 2048 - 512 * columns
 
 
