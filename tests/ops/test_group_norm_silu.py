@@ -205,7 +205,9 @@ def test_forward_derivatives(layout):
     weight, bias = torch.randn(2, 8).unbind()
     expected = torch.func.jvp(lambda x: F.silu(F.group_norm(x, 4, weight, bias)), (x,), (direction,))
     given = x.to(memory_format=layout), direction.to(memory_format=layout)
-    found = torch.func.jvp(lambda x: turnout.group_norm_silu(x, 4, weight, bias, eps=1e-5), given[:1], given[1:])
+    found = torch.func.jvp(
+        lambda x: turnout.group_norm_silu(x, 4, weight, bias, eps=1e-5), given[:1], given[1:]
+    )
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
