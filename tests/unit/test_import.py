@@ -65,8 +65,8 @@ assert turnout.dot(a[0], a[0]).isfinite()
 found = turnout.explain("dot", a[0], a[0])
 print(found)
 """
-    said = run(code)
+    message = run(code)
     assert {
         "triton": "Triton is not installed, this route needs triton>=3.6",
         "numba": "Numba is not installed, this route needs",
-    }[missing] in said
+    }[missing] in message
