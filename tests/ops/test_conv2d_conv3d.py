@@ -99,7 +99,7 @@ CONV2D_CALLS = [
 ]
 CALLS = [(CONV3D, *call) for call in CONV3D_CALLS] + [(CONV2D, *call) for call in CONV2D_CALLS]
 calls = pytest.mark.parametrize(
-    ("op", "shape", "weight", "given", "least"),
+    ("op", "shape", "weight", "arguments", "least"),
     CALLS,
     ids=[f"{op.name}-{s}-{w}-{g}".replace(" ", "") for op, s, w, g, _ in CALLS],
 )
