@@ -8,9 +8,11 @@ from tests.parallel.matrix import ALL, DTYPES, LATENTS
 from tests.parallel.processes import run_ranks
 
 SOME = [
-    ("wan", torch.bfloat16, True, "width"), ("wan", torch.float32, True, "auto"), ("wan22", torch.bfloat16, False, "height"),
+    ("wan", torch.bfloat16, True, "width"),
+    ("wan", torch.float32, True, "auto"),
+    ("wan22", torch.bfloat16, False, "height"),
     ("qwen-image-vae", torch.float32, False, "auto"),
-]  # fmt: skip
+]
 EVERY = [
     (name, dtype, fast, split)
     for name in LATENTS
@@ -36,9 +38,14 @@ def test_bad_input_and_ranks_that_differ_are_refused_on_every_rank():
     for found in run_ranks(on_ranks.refused_everywhere, 2):
         said, works_then = found
         needed = (
-            "a mesh of 2 dimensions", "Linear is not known", "disable_tiling", "RanksDiffer: ranks must agree, and differ in weights",
-            "height 1 and width 1 for 2 ranks", "shape and dtype: ", "numerics: ",
-        )  # fmt: skip
+            "a mesh of 2 dimensions",
+            "Linear is not known",
+            "disable_tiling",
+            "RanksDiffer: ranks must agree, and differ in weights",
+            "height 1 and width 1 for 2 ranks",
+            "shape and dtype: ",
+            "numerics: ",
+        )
         assert [part for part, text in zip(needed, said, strict=True) if part not in text] == [], said
         assert works_then
 

@@ -61,8 +61,21 @@ class Attention(NamedTuple):
         strides = (q.stride(), k.stride(), v.stride())
         (batch, heads, rows, dim), kv_heads, dim_v = q.shape, k.shape[1], v.shape[3]
         return Attention(
-            batch, heads, kv_heads, rows, k.shape[2], dim, dim_v, q.dtype, strides, causal, kind, known, share, common,
-        )  # fmt: skip
+            batch,
+            heads,
+            kv_heads,
+            rows,
+            k.shape[2],
+            dim,
+            dim_v,
+            q.dtype,
+            strides,
+            causal,
+            kind,
+            known,
+            share,
+            common,
+        )
 
     @property
     def heads_inside(self) -> bool:
@@ -76,11 +89,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             raise ValueError(f"{name} is {list(x.shape)}, it needs to be [batch, heads, length, dim]")
         if not x.is_floating_point() or x.dtype != q.dtype:
             raise ValueError(
-                f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, both need the same floating-point dtype"
+                f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, "
+                "both need the same floating-point dtype"
             )
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: batch, head dim and number of keys need to agree"
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: "
+            "batch, head dim and number of keys need to agree"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads and k has {k.shape[1]}, q's need to be a multiple of k's")
@@ -251,9 +266,14 @@ def family(problem: Attention) -> tuple[tuple, int]:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """The reference's arguments of a public call: lengths as the host knows them, where it can."""
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
@@ -269,16 +289,29 @@ def arguments(
 
 
 ATTENTION = Op(
-    "attention", reference, problem_type=Attention, cost=costs.reference, work=work, cases="turnout.ops.attention.cases",
-    arguments=arguments, family=family, autocast="cast",
-)  # fmt: skip
+    "attention",
+    reference,
+    problem_type=Attention,
+    cost=costs.reference,
+    work=work,
+    cases="turnout.ops.attention.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+)
 
 
 @public(ATTENTION)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention: `softmax(q k^T * scale) v`, as `torch.nn.functional.scaled_dot_product_attention` has it.
 
     q: `[B, H, S, D]`, k: `[B, G, N, D]`, v: `[B, G, N, E]`, any strides, H a multiple of G (grouped heads are

@@ -43,7 +43,10 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
     if device.backend == "hip":
         yield f"device {device.name}, this route needs an NVIDIA GPU"
     if device.capability is not None and device.capability[0] not in (8, 9, 10):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.x, 9.x or 10.x"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, "
+            "this route needs 8.x, 9.x or 10.x"
+        )
     if problem.keys == 1:
         yield "one key, this route needs more"
 
@@ -51,7 +54,9 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
 def refuses_flash(problem: Attention, device: Device) -> Iterator[str]:
     yield from refuses(problem, device, widest=256)
     if device.capability is not None and device.capability < (8, 0):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        )
     if problem.dim != problem.dim_v:
         yield f"head dims {problem.dim} and {problem.dim_v}, this route needs equal ones"
     yield from needs_square_causal(problem)

@@ -34,7 +34,8 @@ def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[i
             )
         if kv_lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, they need to be int32 or int64"
+                f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, "
+                "they need to be int32 or int64"
             )
         known = _values(kv_lengths, Tensor.tolist)
         if known is None:

@@ -202,14 +202,17 @@ def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
     elif problem.causal or problem.mask is not None:
         yield "a causal call or a mask, this route needs queries that see all keys"
     elif problem.keys % STEP == 0 or problem.keys < STEP:
-        yield f"{problem.keys} keys that count for all, this route needs more than {STEP} and not a multiple of it, or lengths"
+        yield (
+            f"{problem.keys} keys that count for all, "
+            f"this route needs more than {STEP} and not a multiple of it, or lengths"
+        )
     yield from backends.refuses_flash(problem._replace(padding=None), device)
     if problem.common == 0:
         yield "no run of keys that counts for all, this route needs 1 % of them at least"
 
 
 def common_configs(problem: Attention, device: Device) -> list[Config]:
-    """Few keys are left for our kernel, so its programs are short: small ones, several to a multiprocessor."""
+    """Blocks for the few keys that are left to our kernel: small, so that several fit a multiprocessor."""
     cudnn = costs.prefers_cudnn(device) and not any(
         backends.refuses_cudnn(problem._replace(padding=None), device)
     )
@@ -242,9 +245,23 @@ def common_configs(problem: Attention, device: Device) -> list[Config]:
     kernels=FLASH,
 )
 def common_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, cudnn: bool = False, step: int = 1, apart: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    cudnn: bool = False,
+    step: int = 1,
+    apart: bool = False,
+    rows: int = 64,
+    keys: int = 64,
+    warps: int = 4,
+    stages: int = 2,
+) -> Tensor:
     """A vendor kernel on a multiple of `step` keys that count for all batch elements, in one call; ours goes
     on from there with the others.
     `apart`: a call for each batch element instead, on more of its keys, in turns on two streams."""
@@ -352,7 +369,7 @@ def tile_bytes(problem: Attention, rows: int, keys: int, stages: int = 1) -> int
 
 
 def flash_configs(problem: Attention, device: Device) -> list[Config]:
-    """The largest blocks that fit the card's shared memory: on an H200 the fastest of those that were tried."""
+    """The largest blocks that fit the card's shared memory: the fastest of those tried on an H200."""
     shapes = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
     if power_of_two(max(problem.dim, problem.dim_v)) > 128:
         shapes = [(128, 64, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
@@ -374,35 +391,79 @@ def wide_configs(problem: Attention, device: Device) -> list[Config]:
 
 
 @ATTENTION.route(
-    "wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, prepare=prepare_from_plan, numerics="close", version=1,
+    "wide-head",
+    refuses=refuses_wide,
+    cost=costs.wide,
+    configs=wide_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
     kernels=FLASH,
-)  # fmt: skip
+)
 @runs_plan
 def wide_head(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 8,
+    stages: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 in plain Triton, on any card."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 @ATTENTION.route(
-    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, prepare=prepare_from_plan,
-    numerics="close", version=1, kernels=FLASH,
-)  # fmt: skip
+    "flash-triton",
+    refuses=refuses_flash_triton,
+    cost=costs.flash_triton,
+    configs=flash_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=FLASH,
+)
 @runs_plan
 def flash_triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 4, stages: int = 2,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 4,
+    stages: int = 2,
+) -> LaunchPlan:
     """Heads up to 256 in plain Triton; padded keys and masks over keys are left out inside the kernel."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 def with_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    rows: int, keys: int, warps: int, stages: int,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+) -> LaunchPlan:
     if lengths:
         kv_lengths = padding.on_device(tuple(lengths), q.device)
     over_keys = padding.key_mask(mask, q.shape[0], k.shape[2])
@@ -415,7 +476,10 @@ def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
     if problem.mask is not None or problem.padding is not None:
         yield "some keys do not count, this route needs all of them to"
     if problem.dim not in WIDE or problem.dim % 8 or problem.dim != problem.dim_v:
-        yield f"head dims {problem.dim} and {problem.dim_v}, this route needs both the same, 257 to 512 and a multiple of 8"
+        yield (
+            f"head dims {problem.dim} and {problem.dim_v}, "
+            "this route needs both the same, 257 to 512 and a multiple of 8"
+        )
     if 0 in (problem.batch, problem.heads, problem.rows, problem.keys):
         yield "nothing to attend to, this route needs at least one query and one key"
     if max(problem.rows, problem.keys) > LONGEST:
@@ -427,7 +491,10 @@ def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
     for name, size, strides in zip("qkv", sizes, problem.strides, strict=True):
         steps = [stride for n, stride in zip(size, strides, strict=False) if n > 1]
         if strides[3] != 1 or any(step % 8 or step == 0 for step in steps):
-            yield f"{name} with strides {list(strides)}, this route needs a last one of 1 and others that are multiples of 8"
+            yield (
+                f"{name} with strides {list(strides)}, "
+                "this route needs a last one of 1 and others that are multiples of 8"
+            )
 
 
 def splits_of(problem: Attention, device: Device) -> int:
@@ -460,8 +527,16 @@ def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
 )
 @runs_plan
 def wide_head_hopper(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, splits: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    splits: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 on Hopper, in Gluon."""
     return plan_wide_hopper(q, k, v, causal, scale, splits)

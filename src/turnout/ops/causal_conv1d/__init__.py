@@ -35,15 +35,32 @@ class CausalConv1d(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1d:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1d:
         check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
         batch, dim, length = x.shape
         return CausalConv1d(
-            batch, dim, length, weight.shape[1], x.stride(), x.dtype, weight.dtype, None if bias is None else bias.dtype, activation,
-            seq_idx is not None, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, initial_states is not None, return_final_states,
-        )  # fmt: skip
+            batch,
+            dim,
+            length,
+            weight.shape[1],
+            x.stride(),
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            activation,
+            seq_idx is not None,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            initial_states is not None,
+            return_final_states,
+        )
 
     @property
     def layout(self) -> Literal["channel-last", "channel-first", "strided"]:
@@ -190,9 +207,15 @@ def _marks(
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
     """One shifted product a tap, added in float32 (float64 for float64), rounded once.
 
     Final states are empty where not asked for.
@@ -268,9 +291,15 @@ def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
 
 
 def arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     if cu_seqlens is not None:
         check_ends(cu_seqlens, x)
@@ -278,28 +307,55 @@ def arguments(
 
 
 CAUSAL_CONV1D = Op(
-    "causal_conv1d", reference, problem_type=CausalConv1d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv1d.cases",
-    arguments=arguments, family=family, autocast="ignore", vjp=vjp,
-)  # fmt: skip
+    "causal_conv1d",
+    reference,
+    problem_type=CausalConv1d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="ignore",
+    vjp=vjp,
+)
 
 
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV1D)
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Depthwise causal convolution: `y[b, d, l] = act(bias[d] + sum_k weight[d, k] * x[b, d, l - (W-1) +
     k])`.
 

@@ -24,9 +24,17 @@ class CausalConv1dBackward(NamedTuple):
 
     @staticmethod
     def of(
-        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1dBackward:  # fmt: skip
+        grad: Tensor,
+        grad_final: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1dBackward:
         call = CausalConv1d.of(
             x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
         )
@@ -34,9 +42,17 @@ class CausalConv1dBackward(NamedTuple):
 
 
 def reference(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The vector-Jacobian product of the forward reference: gradients of x, weight, bias and initial_states,
     empty where there is none.
 
@@ -134,6 +150,12 @@ def reference_cost(problem: CausalConv1dBackward, device: Device) -> float | Non
 
 
 CAUSAL_CONV1D_BACKWARD = Op(
-    "causal_conv1d_backward", reference, problem_type=CausalConv1dBackward, cost=reference_cost, work=work,
-    cases="turnout.ops.causal_conv1d_backward.cases", family=family, autocast="ignore",
-)  # fmt: skip
+    "causal_conv1d_backward",
+    reference,
+    problem_type=CausalConv1dBackward,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d_backward.cases",
+    family=family,
+    autocast="ignore",
+)

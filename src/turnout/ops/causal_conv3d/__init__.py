@@ -32,9 +32,17 @@ class CausalConv3d(NamedTuple):
 
     @staticmethod
     def of(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, pad_mode: str, residual: Tensor | None,
-    ) -> CausalConv3d:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        pad_mode: str,
+        residual: Tensor | None,
+    ) -> CausalConv3d:
         same = Conv3d.of(input, weight, bias, stride, [0, *padding], dilation, groups, residual)
         return CausalConv3d(same, Beside.of(cache), pad_mode)  # pyright: ignore[reportArgumentType]
 
@@ -63,7 +71,10 @@ class CausalConv3d(NamedTuple):
             or (*self.cache.shape[:2], *self.cache.shape[3:]) != (*shape[:2], *shape[3:])
             or self.cache.dtype != self.convolution.dtype
         ):
-            return f"a cache {list(self.cache.shape)}, this route needs frames like those of the input, {list(shape)}"
+            return (
+                f"a cache {list(self.cache.shape)}, "
+                f"this route needs frames like those of the input, {list(shape)}"
+            )
         if len(shape) == 5 and shape[2] < 1:
             return "no frames, this route needs at least one"
         return self.padded.invalid()
@@ -86,9 +97,17 @@ def with_frames_before(input: Tensor, cache: Tensor | None, before: int, pad_mod
 
 
 def reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
     y = in_format(
         F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight)
@@ -155,10 +174,18 @@ def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> tuple:
     """The reference's arguments of a public call."""
     if pad_mode not in PAD_MODES:
         raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
@@ -179,29 +206,65 @@ def arguments(
 
 
 CAUSAL_CONV3D = Op(
-    "causal_conv3d", reference, problem_type=CausalConv3d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv3d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "causal_conv3d",
+    reference,
+    problem_type=CausalConv3d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv3d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[False] = ...,
+) -> Tensor: ...
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV3D)
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the
     input.
 
@@ -227,10 +290,18 @@ def causal_conv3d(
     """
     y = CAUSAL_CONV3D(
         *arguments(
-            input, weight, bias, cache=cache, stride=stride, padding=padding, dilation=dilation, groups=groups, pad_mode=pad_mode,
+            input,
+            weight,
+            bias,
+            cache=cache,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            pad_mode=pad_mode,
             residual=residual,
         )
-    )  # fmt: skip
+    )
     y = y.squeeze(0) if input.dim() == 4 else y
     return (
         (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y

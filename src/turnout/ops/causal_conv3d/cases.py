@@ -40,9 +40,17 @@ from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
-    source: str, size: Sequence[int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, kernel: int | Sequence[int] = 3,
-    stride: int = 1, held: int = 2, pad_mode: str = "zeros", layout: str = LAST,
-) -> Case:  # fmt: skip
+    source: str,
+    size: Sequence[int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    kernel: int | Sequence[int] = 3,
+    stride: int = 1,
+    held: int = 2,
+    pad_mode: str = "zeros",
+    layout: str = LAST,
+) -> Case:
     """A chunk of `size` frames and pixels after `held` frames of cache, 0 for the first chunk of a clip."""
     kernel, (into, out) = spread(kernel, 3), channels
 
@@ -98,9 +106,17 @@ def joined_in(layout: str) -> Any:
     """What models do: concatenate, pad, convolve, in one layout."""
 
     def run(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-        dilation: list[int], groups: int, pad_mode: str, *_: Any,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        pad_mode: str,
+        *_: Any,
+    ) -> Tensor:
         input, weight, cache = (None if x is None else kept_in(x, layout) for x in (input, weight, cache))  # pyright: ignore[reportAssignmentType]
         whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
         return F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
@@ -109,9 +125,17 @@ def joined_in(layout: str) -> Any:
 
 
 def joined_before(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
-    groups: int, pad_mode: str, *_: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    *_: Any,
+) -> Tensor:
     """Our convolution of one tensor in which all frames stand already."""
     before = (weight.shape[2] - 1) * dilation[0]
     whole = kept_for(input, "joined", lambda: with_frames_before(input, cache, before, pad_mode))

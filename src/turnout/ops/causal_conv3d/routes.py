@@ -100,9 +100,17 @@ def joined_then(
     **IN_TORCH,
 )
 def with_channels_last(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
@@ -112,22 +120,42 @@ def with_channels_last(
     "upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH
 )
 def with_float32(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
 
 
 @CAUSAL_CONV3D.route(
-    "winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1,
+    "winograd",
+    refuses=of_padded(guards.refuses_winograd),
+    cost=joined(costs.winograd_cost),
+    numerics="close",
+    version=1,
     kernels=WINOGRAD_KERNELS,
-)  # fmt: skip
+)
 def with_winograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
@@ -135,9 +163,17 @@ def with_winograd(
 
 @CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, **IN_TORCH)
 def depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     before = (weight.shape[2] - 1) * dilation[0]
     outputs = output_frames(input.shape[2] + before, weight.shape[2], stride[0], 0, dilation[0])
     pieces = [Frames(input.transpose(1, 2), 0)]
@@ -159,10 +195,13 @@ def causal_task(problem: CausalConv3d) -> Task:
     given, cache, before = problem.convolution, problem.cache, problem.before
     held = 0 if cache is None else min(cache.shape[2], before)
     return task_of(problem.padded)._replace(
-        x=given.input, x_strides=clip_strides(given.input, given.input_strides), padding=(before, *given.padding[1:]),
-        cache=held, cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
+        x=given.input,
+        x_strides=clip_strides(given.input, given.input_strides),
+        padding=(before, *given.padding[1:]),
+        cache=held,
+        cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
         pad_mode=problem.pad_mode,
-    )  # fmt: skip
+    )
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
@@ -186,15 +225,30 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(kernel.widened(causal_task(problem)), device)
 
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_causal, kernel), "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare_by(plan_causal, kernel),
+        "numerics": "close",
+        "version": 1,
         "kernels": kernel.kernels,
-    }  # fmt: skip
+    }
 
 
 def convolved(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> Tensor:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> Tensor:
     """A causal convolution by one launch."""
     before = (weight.shape[2] - 1) * dilation[0]
     held = 0 if cache is None else min(cache.shape[2], before)
@@ -205,15 +259,36 @@ def convolved(
     )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch_into(
-        lowering, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        [before, *padding],
+        dilation,
+        residual,
+        config,
+        cache if held else None,
+        pad_mode,
+    )
     return output_in(out, known_format(input, weight))
 
 
 def plan_causal(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> LaunchPlan | None:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> LaunchPlan | None:
     """`convolved` on tensors as they are, where all of it is one launch and all of the cache is read: the
     rest of a longer one would have to be cut off."""
     before = (weight.shape[2] - 1) * dilation[0]
@@ -224,8 +299,19 @@ def plan_causal(
     )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch = one_launch(
-        lowering, input, weight, bias, out, stride, (before, *padding), dilation, residual, config, cache, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        (before, *padding),
+        dilation,
+        residual,
+        config,
+        cache,
+        pad_mode,
+    )
     return None if launch is None else LaunchPlan((launch,), out)
 
 
@@ -236,43 +322,101 @@ def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:
 
 @CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 @CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(
-        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
-        stages=stages, from_registers=from_registers,
-    )  # fmt: skip
+        GEMM_HOPPER,
+        *call,
+        share=share,
+        slots=slots,
+        rows=rows,
+        columns=columns,
+        channels=channels,
+        filters=filters,
+        stages=stages,
+        from_registers=from_registers,
+    )
 
 
 @CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
 def with_narrow_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 @CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
 def with_narrow_out_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

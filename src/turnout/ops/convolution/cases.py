@@ -54,10 +54,20 @@ def make_weight(
 
 
 def convolution_case(
-    source: str, size: Sequence[int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, kernel: int | Sequence[int] = 3,
-    batch: int = 1, stride: int = 1, padding: int | Sequence[int] | None = None, dilation: int = 1, groups: int = 1,
-    layout: str = LAST, bias: bool = True,
-) -> Case:  # fmt: skip
+    source: str,
+    size: Sequence[int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    kernel: int | Sequence[int] = 3,
+    batch: int = 1,
+    stride: int = 1,
+    padding: int | Sequence[int] | None = None,
+    dilation: int = 1,
+    groups: int = 1,
+    layout: str = LAST,
+    bias: bool = True,
+) -> Case:
     """A convolution over `size` pixels with a padding that keeps it, unless one is given."""
     kernel = spread(kernel, len(size))
     padding = [d // 2 for d in kernel] if padding is None else spread(padding, len(size))
@@ -82,9 +92,15 @@ def convolution_case(
 
 
 def named(
-    size: Sequence[int], channels: tuple[int, int], kernel: Sequence[int], batch: int = 1, stride: int = 1, dilation: int = 1,
-    groups: int = 1, layout: str = LAST,
-) -> str:  # fmt: skip
+    size: Sequence[int],
+    channels: tuple[int, int],
+    kernel: Sequence[int],
+    batch: int = 1,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    layout: str = LAST,
+) -> str:
     """What a case is called: `4x480x832 96->96 3x3x3 channels-last`."""
     parts = ["x".join(map(str, size)), f"{channels[0]}->{channels[1]}", "x".join(map(str, kernel))]
     parts += [
@@ -130,9 +146,13 @@ def random_sizes(draw: random.Random, spatial: int) -> dict[str, Any]:
     size = [_seen(*numbers) for numbers in zip(size, kernel, stride, padding, dilation, strict=True)]
     batch = draw.choice((1, 1, 1, 2, 3)) if draw.random() < 0.98 else 0
     return {
-        "shape": (batch, into, *size), "weight": (out, into // groups, *kernel), "stride": stride, "padding": padding,
-        "dilation": dilation, "groups": groups,
-    }  # fmt: skip
+        "shape": (batch, into, *size),
+        "weight": (out, into // groups, *kernel),
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+    }
 
 
 def _seen(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:

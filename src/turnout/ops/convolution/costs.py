@@ -265,7 +265,7 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
 
 
 def depth_chunks_cost(problem: Convolution, device: Device) -> float | None:
-    """Torch's time and one more copy of the output: it pays where memory is short, or where a table says so."""
+    """Torch's time and one more copy of the output: it pays where memory is short or a table says so."""
     whole = reference_cost(problem, device)
     return None if whole is None else whole + copying(2 * prod(problem.output), problem, device)
 

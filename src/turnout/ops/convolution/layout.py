@@ -39,15 +39,34 @@ def torch_format(
     if is_planning():
         return plain_format(input, weight)
     key = (
-        torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
-        *stride, *padding, *dilation, groups, torch.backends.cudnn.enabled,
-    )  # fmt: skip
+        torch_format,
+        input.device,
+        input.dtype,
+        input.shape,
+        input.stride(),
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        *stride,
+        *padding,
+        *dilation,
+        groups,
+        torch.backends.cudnn.enabled,
+    )
 
     def ask() -> torch.memory_format:
         backend = _backend(
-            input, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
-            output_padding=[0] * len(stride), groups=groups, bias_sizes=None,
-        )  # fmt: skip
+            input,
+            weight,
+            bias=bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=False,
+            output_padding=[0] * len(stride),
+            groups=groups,
+            bias_sizes=None,
+        )
         return _format(input, weight, backend)
 
     return kept(key, ask)

@@ -99,9 +99,13 @@ def _places(
     """
     values = [
         float(y in high.sums[a][u] and x in wide.sums[b][v])
-        for a in range(len(high.starts)) for b in range(len(wide.starts)) for u in range(high.length) for v in range(wide.length)
-        for y in range(rows) for x in range(columns)
-    ]  # fmt: skip
+        for a in range(len(high.starts))
+        for b in range(len(wide.starts))
+        for u in range(high.length)
+        for v in range(wide.length)
+        for y in range(rows)
+        for x in range(columns)
+    ]
     return torch.tensor(values, dtype=dtype, device="cpu").reshape(-1, rows * columns).to(device)
 
 
@@ -131,6 +135,6 @@ def by_phases(
         (out.shape[0], each, counts[0], scale, counts[1], scale),
         (n, c, y, axes[0].step * y + scale * each * c, x, axes[1].step * x + each * c),
         z.storage_offset() + first_y * y + first_x * x,
-    )  # fmt: skip
+    )
     out.unflatten(3, (counts[1], scale)).unflatten(2, (counts[0], scale)).copy_(picked)
     return out

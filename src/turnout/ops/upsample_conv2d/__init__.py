@@ -111,8 +111,12 @@ def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: int = 2, padding: int | Sequence[int] = 1,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: int = 2,
+    padding: int | Sequence[int] = 1,
+) -> tuple:
     """The reference's arguments of a public call."""
     if not isinstance(scale, int) or scale < 1:
         raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
@@ -120,9 +124,18 @@ def arguments(
 
 
 UPSAMPLE_CONV2D = Op(
-    "upsample_conv2d", reference, problem_type=UpsampleConv2d, cost=reference_cost, work=work, cases="turnout.ops.upsample_conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "upsample_conv2d",
+    reference,
+    problem_type=UpsampleConv2d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.upsample_conv2d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @public(UPSAMPLE_CONV2D)

@@ -43,19 +43,44 @@ AXES = {
 
 
 def implicit_gemm_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
-    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
-    pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Launch:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    stride: Triple,
+    padding: Triple,
+    dilation: Triple,
+    residual: Tensor | None = None,
+    cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+    precision: str = "tf32",
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Launch:
     """A convolution as one matrix product over pixels, without a buffer for it. Any GPU, any strides."""
     from turnout.ops.convolution.gpu.kernels import implicit_gemm as kernel
 
     count = out.shape[0] * prod(out.shape[2:])
     constants = {
-        "KD": weight.shape[2], "KH": weight.shape[3], "KW": weight.shape[4], "SD": stride[0], "SH": stride[1], "SW": stride[2],
-        "DD": dilation[0], "DH": dilation[1], "DW": dilation[2], "FLAT": x.shape[1] < channels, "REPLICATE": pad_mode == "replicate",
-        "PRECISION": precision, "BM": pixels, "BN": filters, "BK": channels,
-    }  # fmt: skip
+        "KD": weight.shape[2],
+        "KH": weight.shape[3],
+        "KW": weight.shape[4],
+        "SD": stride[0],
+        "SH": stride[1],
+        "SW": stride[2],
+        "DD": dilation[0],
+        "DH": dilation[1],
+        "DW": dilation[2],
+        "FLAT": x.shape[1] < channels,
+        "REPLICATE": pad_mode == "replicate",
+        "PRECISION": precision,
+        "BM": pixels,
+        "BN": filters,
+        "BK": channels,
+    }
     numbers = (count, *numbers_of(x, weight, out, padding, residual, cache))
     programs = ceil_div(count, pixels) * ceil_div(out.shape[1], filters)
     tensors = (x, weight, bias, residual, cache, out)
@@ -88,20 +113,45 @@ def implicit_gemm_configs(task: Task) -> list[Config]:
 
 
 def implicit_gemm_hopper(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
-    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
-    share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    stride: Triple,
+    padding: Triple,
+    dilation: Triple,
+    residual: Tensor | None = None,
+    cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+    precision: str = "tf32",
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> None:
     """The same by TMA and warpgroups.
 
     Tensors that start at an address TMA cannot take go to `implicit_gemm`.
     """
     if not tma.aligned(x, weight, out, residual, cache):
         implicit_gemm(
-            x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
+            x,
+            weight,
+            bias,
+            out,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            residual=residual,
+            cache=cache,
+            pad_mode=pad_mode,
             precision=precision,
-        )  # fmt: skip
+        )
         return
     from_registers = from_registers or x.dtype is torch.float32  # where TF32 is rounded
     tile = tiles.Tile(share, slots, rows, columns, channels, filters, stages, from_registers)
@@ -154,9 +204,18 @@ def memory(t: Tensor | None) -> Memory:
 
 @worked_out_once
 def _implicit_gemm_plan(
-    x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
-    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.Tile, device: Device,
-) -> HopperPlan:  # fmt: skip
+    x: Memory,
+    out: Memory,
+    cache: Memory,
+    residual: Memory,
+    weight: tuple[int, ...],
+    dtype: torch.dtype,
+    padding: Triple,
+    dilation: Triple,
+    replicate: bool,
+    tile: tiles.Tile,
+    device: Device,
+) -> HopperPlan:
     axes = AXES[tile.share]
     wide, narrow = (*tiles.split(tile.filters), 0)[:2]
     box = (tile.rows, tile.columns)
@@ -181,9 +240,15 @@ def _implicit_gemm_plan(
         )
 
     patterns = (
-        pixels(x, box, tile.channels), pixels(cache, box, tile.channels), taps_of(wide), taps_of(narrow),
-        pixels(out, part, wide), pixels(out, part, narrow), pixels(residual, part, wide), pixels(residual, part, narrow),
-    )  # fmt: skip
+        pixels(x, box, tile.channels),
+        pixels(cache, box, tile.channels),
+        taps_of(wide),
+        taps_of(narrow),
+        pixels(out, part, wide),
+        pixels(out, part, narrow),
+        pixels(residual, part, wide),
+        pixels(residual, part, narrow),
+    )
     batch, places, others, width, _ = (out[0][a] for a in axes)
     ns, nw = ceil_div(places, tile.slots), ceil_div(width, tile.columns)
     nt = ceil_div(ceil_div(others, tile.rows) * nw, tile.boxes)
@@ -194,12 +259,28 @@ def _implicit_gemm_plan(
     numbers = (count, nw, nt, ns, deep, frames, x[0][axes[1]], padding[s], padding[u], padding[2], filters)
     apart, shared = (size[1] * size[2], size[2]), tile.slots > 1
     constants = {
-        "BLOCKS": blocks, "KO": 1 if shared else size[s], "KS": size[s] if shared else 1, "KU": size[u], "KW": size[2],
-        "TAP_S": apart[s], "TAP_U": apart[u], "DS": dilation[s], "DU": dilation[u], "DW": dilation[2],
+        "BLOCKS": blocks,
+        "KO": 1 if shared else size[s],
+        "KS": size[s] if shared else 1,
+        "KU": size[u],
+        "KW": size[2],
+        "TAP_S": apart[s],
+        "TAP_U": apart[u],
+        "DS": dilation[s],
+        "DU": dilation[u],
+        "DW": dilation[2],
         "REPLICATE": replicate and tile.share == "depth" and padding[0] > frames,
-        "SLOTS": tile.slots, "STAGES": tile.stages, "BOXES": tile.boxes, "BU": tile.rows, "BW": tile.columns, "BC": tile.channels,
-        "BN1": wide, "BN2": narrow, "RS": tile.from_registers, "BY_FRAME": bool(cache) and tile.share == "height",
-    }  # fmt: skip
+        "SLOTS": tile.slots,
+        "STAGES": tile.stages,
+        "BOXES": tile.boxes,
+        "BU": tile.rows,
+        "BW": tile.columns,
+        "BC": tile.channels,
+        "BN1": wide,
+        "BN2": narrow,
+        "RS": tile.from_registers,
+        "BY_FRAME": bool(cache) and tile.share == "height",
+    }
     return HopperPlan(patterns, min(count, device.units), numbers, constants)
 
 
@@ -245,10 +326,22 @@ def implicit_gemm_hopper_configs(task: Task, device: Device) -> list[Config]:
 
 
 def narrow_out_launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
-    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
-    rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Launch:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    stride: Triple,
+    padding: Triple,
+    dilation: Triple,
+    residual: Tensor | None = None,
+    cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+    precision: str = "tf32",
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Launch:
     """A convolution with few filters, stride 1: a strip of rows is read once for every frame of the kernel.
 
     Any GPU, any strides.
@@ -264,9 +357,18 @@ def narrow_out_launch(
     deep = min(max(power_of_two(x.shape[1]), 16), 128)
     wide = power_of_two(kw)
     constants = {
-        "KD": kd, "KH": kh, "KW": kw, "REPLICATE": pad_mode == "replicate", "PRECISION": precision, "ROWS": rows, "BW": columns,
-        "BC": deep, "BLOCKS": ceil_div(x.shape[1], deep), "BK": wide, "BF": tiles.narrow_columns(weight.shape) // wide,
-    }  # fmt: skip
+        "KD": kd,
+        "KH": kh,
+        "KW": kw,
+        "REPLICATE": pad_mode == "replicate",
+        "PRECISION": precision,
+        "ROWS": rows,
+        "BW": columns,
+        "BC": deep,
+        "BLOCKS": ceil_div(x.shape[1], deep),
+        "BK": wide,
+        "BF": tiles.narrow_columns(weight.shape) // wide,
+    }
     numbers = (strips, *numbers_of(x, weight, out, padding, residual, cache))
     programs = out.shape[0] * out.shape[2] * strips * ceil_div(out.shape[4], columns - kw + 1)
     # One stage: Triton 3.6 fails to pipeline sums that move from one accumulator to the next.
@@ -287,19 +389,41 @@ def narrow_out_configs(device: Device) -> list[Config]:
 
 
 def narrow_out_hopper(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, stride: Triple, padding: Triple, dilation: Triple,
-    residual: Tensor | None = None, cache: Tensor | None = None, pad_mode: str = "zeros", precision: str = "tf32",
-    share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    stride: Triple,
+    padding: Triple,
+    dilation: Triple,
+    residual: Tensor | None = None,
+    cache: Tensor | None = None,
+    pad_mode: str = "zeros",
+    precision: str = "tf32",
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> None:
     """The same by TMA and warpgroups.
 
     Tensors that start at an address TMA cannot take go to `implicit_gemm`.
     """
     if not tma.aligned(x, weight, cache):
         implicit_gemm(
-            x, weight, bias, out, stride=stride, padding=padding, dilation=dilation, residual=residual, cache=cache, pad_mode=pad_mode,
+            x,
+            weight,
+            bias,
+            out,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            residual=residual,
+            cache=cache,
+            pad_mode=pad_mode,
             precision=precision,
-        )  # fmt: skip
+        )
         return
     tile = tiles.NarrowTile(share, slots, channels, stages)
     weight, held = pack_weight(weight), map(memory, (x, out, cache, residual))
@@ -328,9 +452,18 @@ def _narrow_out_launch(
 
 @worked_out_once
 def _narrow_out_plan(
-    x: Memory, out: Memory, cache: Memory, residual: Memory, weight: tuple[int, ...], dtype: torch.dtype,
-    padding: Triple, dilation: Triple, replicate: bool, tile: tiles.NarrowTile, device: Device,
-) -> HopperPlan:  # fmt: skip
+    x: Memory,
+    out: Memory,
+    cache: Memory,
+    residual: Memory,
+    weight: tuple[int, ...],
+    dtype: torch.dtype,
+    padding: Triple,
+    dilation: Triple,
+    replicate: bool,
+    tile: tiles.NarrowTile,
+    device: Device,
+) -> HopperPlan:
     axes, (filters, channels, *size) = AXES[tile.share], weight
     s, u = axes[1] - 2, axes[2] - 2
     window, wide = 64 - size[2] + 1, power_of_two(size[2])
@@ -339,9 +472,10 @@ def _narrow_out_plan(
     shape, steps = (size[2], filters, taps, channels), (channels, taps * row, row, 1)  # [KW, F, KD*KH, C]
     pixels = (1, 1, 1, 64, tile.channels)
     patterns = (
-        pattern_along(axes, x, dtype, pixels), pattern_along(axes, cache, dtype, pixels),
+        pattern_along(axes, x, dtype, pixels),
+        pattern_along(axes, cache, dtype, pixels),
         tma.pattern(shape, steps, dtype, (wide, deep, 1, tile.channels)),
-    )  # fmt: skip
+    )
     batch, places, others, width, _ = (out[0][a] for a in axes)
     frames, blocks = cache[0][2] if cache else 0, ceil_div(channels, tile.channels)
     resident = tile.resident(weight, dtype.itemsize, device.shared)
@@ -352,9 +486,13 @@ def _narrow_out_plan(
     )
     replicate = replicate and tile.share != "height" and padding[0] > frames
     constants = {
-        "STAGES": tile.stages, "BC": tile.channels, "BK": wide, "BF": deep, "WINDOW": window,
+        "STAGES": tile.stages,
+        "BC": tile.channels,
+        "BK": wide,
+        "BF": deep,
+        "WINDOW": window,
         "REGISTERS": (3 * registers - FETCHING) // 16 * 8,
-    }  # fmt: skip
+    }
     if tile.share == "rolled":
         nw, strips = ceil_div(width, 2 * window), ceil_div(others, tile.slots)
         count = batch * places * strips * nw
@@ -423,25 +561,48 @@ NARROW_HOPPER = Lowering(narrow_out_hopper, None, _narrow_out_plan, tiles.Narrow
 
 
 def direct_launch(
-    lowering: Lowering, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, padding: Sequence[int],
-    dilation: Sequence[int], residual: Tensor | None, cache: Tensor | None, pad_mode: str, config: Config,
-) -> Launch | None:  # fmt: skip
+    lowering: Lowering,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    residual: Tensor | None,
+    cache: Tensor | None,
+    pad_mode: str,
+    config: Config,
+) -> Launch | None:
     """The launch on tensors as they are, 2-D or 3-D, stride 1. None where one of them has to be moved or
     rounded first or begins where TMA cannot, and for other kernels than Hopper's."""
     if lowering.launch is None or not tma.aligned(x, weight, out, residual, cache):
         return None
     plan = _direct_plan(
-        lowering, tuple(map(memory, (x, out, cache, residual, weight))), None if bias is None else bias.stride(), x.dtype,
-        tuple(padding), tuple(dilation), pad_mode == "replicate", tuple(config.items()), Device.of(x.device),
-    )  # fmt: skip
+        lowering,
+        tuple(map(memory, (x, out, cache, residual, weight))),
+        None if bias is None else bias.stride(),
+        x.dtype,
+        tuple(padding),
+        tuple(dilation),
+        pad_mode == "replicate",
+        tuple(config.items()),
+        Device.of(x.device),
+    )
     return None if plan is None else lowering.launch(plan, x, weight, bias, out, residual, cache)
 
 
 @worked_out_once
 def _direct_plan(
-    lowering: Lowering, held: tuple[Memory, ...], bias: tuple[int, ...] | None, dtype: torch.dtype, padding: tuple[int, ...],
-    dilation: tuple[int, ...], replicate: bool, config: tuple[tuple[str, Any], ...], device: Device,
-) -> HopperPlan | None:  # fmt: skip
+    lowering: Lowering,
+    held: tuple[Memory, ...],
+    bias: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    replicate: bool,
+    config: tuple[tuple[str, Any], ...],
+    device: Device,
+) -> HopperPlan | None:
     """The plan of `direct_launch` for x, out, cache, residual and weight that lie in memory like this."""
     x, out, cache, residual, weight = held
     if lowering.plan is None or lowering.tile is None or dtype is torch.float32 or bias not in (None, (1,)):
@@ -463,7 +624,7 @@ def _direct_plan(
 
 def phase_filters(
     weight: Tensor, scale: int, padding: Sequence[int], rows: int, columns: int
-) -> tuple[Launch, Tensor]:  # fmt: skip
+) -> tuple[Launch, Tensor]:
     """The launch that fills what `phases.phase_weights` gives, and that tensor as it lies in memory:
     `[scale * scale, Cout, rows, columns, Cin]`."""
     from turnout.ops.convolution.gpu.kernels import phase_filters as kernel
@@ -473,8 +634,15 @@ def phase_filters(
         (scale * scale, filters, rows, columns, channels), dtype=weight.dtype, device=weight.device
     )
     constants = {
-        "SCALE": scale, "PH": padding[0], "PW": padding[1], "KH": high, "KW": wide, "ROWS": rows, "COLUMNS": columns, "BLOCK": 512,
-    }  # fmt: skip
+        "SCALE": scale,
+        "PH": padding[0],
+        "PW": padding[1],
+        "KH": high,
+        "KW": wide,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "BLOCK": 512,
+    }
     count = filters * channels
     programs = len(out) * rows * columns * ceil_div(count, 512)
     return Launch(kernel, programs, (weight, out), (count, channels, *weight.stride()), constants, 4), out
@@ -530,6 +698,14 @@ def numbers_of(
     """Sizes, paddings and strides, in the order in which the Triton kernels take them."""
     before = (0, 0, 0, 0) if cache is None else (cache.stride(0), *cache.stride()[2:])
     return (
-        *out.shape[2:], *x.shape[1:], out.shape[1], 0 if cache is None else cache.shape[2], *padding,
-        *x.stride(), *weight.stride(), *((0,) * 5 if residual is None else residual.stride()), *before, *out.stride(),
-    )  # fmt: skip
+        *out.shape[2:],
+        *x.shape[1:],
+        out.shape[1],
+        0 if cache is None else cache.shape[2],
+        *padding,
+        *x.stride(),
+        *weight.stride(),
+        *((0,) * 5 if residual is None else residual.stride()),
+        *before,
+        *out.stride(),
+    )

@@ -76,8 +76,11 @@ class Kernel(NamedTuple):
             else None
         )
         return given._replace(
-            x=x, weight=(filters, channels + extra, *taps), x_strides=dense_strides(x, LAST[5]), cache_strides=cache
-        )  # fmt: skip
+            x=x,
+            weight=(filters, channels + extra, *taps),
+            x_strides=dense_strides(x, LAST[5]),
+            cache_strides=cache,
+        )
 
     def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
         yield from needs.needs_hopper(device) if self.hopper else needs.needs_triton(device)
@@ -159,24 +162,38 @@ def narrow_reading(kernel: str) -> Callable[[Task, Device], float]:
 
 
 IMPLICIT_GEMM = Kernel(
-    task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
-    portable_arithmetic, GEMM, (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
-)  # fmt: skip
+    task.implicit_gemm_refuses,
+    lambda given, device: launches.implicit_gemm_configs(given),
+    portable_arithmetic,
+    GEMM,
+    (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
+)
 IMPLICIT_GEMM_HOPPER = Kernel(
-    task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, GEMM_HOPPER,
+    task.implicit_gemm_hopper_refuses,
+    launches.implicit_gemm_hopper_configs,
+    hopper_arithmetic,
+    GEMM_HOPPER,
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
-)  # fmt: skip
+)
 NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading("narrow"), NARROW,
+    task.narrow_out_refuses,
+    lambda given, device: launches.narrow_out_configs(device),
+    narrow_reading("narrow"),
+    NARROW,
     (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
-)  # fmt: skip
+)
 NARROW_OUT_HOPPER = Kernel(
-    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading("narrow_hopper"), NARROW_HOPPER,
+    task.narrow_out_hopper_refuses,
+    launches.narrow_out_hopper_configs,
+    narrow_reading("narrow_hopper"),
+    NARROW_HOPPER,
     (
-        f"{_HERE}.gluon_narrow_kernels:narrow_out", f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
-        f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE,
+        f"{_HERE}.gluon_narrow_kernels:narrow_out",
+        f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
+        f"{_HERE}.gluon_kernels:round_to_tf32",
+        TRANSPOSE,
     ),
-)  # fmt: skip
+)
 
 
 # From a problem to a task
@@ -215,11 +232,18 @@ def task_of(problem: Convolution) -> Task:
     """A valid convolution as the kernels see it."""
     out, kept = clip_shape(problem.output), problem.residual
     return Task(
-        clip_shape(problem.input), clip_shape(problem.weight), out, clip_strides(problem.input, problem.input_strides),
-        dense_strides(out, LAST[5]), problem.dtype, triple(problem.stride, 1), triple(problem.padding, 0), triple(problem.dilation, 1),
+        clip_shape(problem.input),
+        clip_shape(problem.weight),
+        out,
+        clip_strides(problem.input, problem.input_strides),
+        dense_strides(out, LAST[5]),
+        problem.dtype,
+        triple(problem.stride, 1),
+        triple(problem.padding, 0),
+        triple(problem.dilation, 1),
         precision_of(problem.float32, problem.input[1], problem.weight[0]),
         residual_strides=None if kept is None else clip_strides(kept.shape, kept.strides),
-    )  # fmt: skip
+    )
 
 
 def prepare_by(plan: Callable[..., LaunchPlan | None], kernel: Kernel) -> Prepare:
@@ -235,7 +259,10 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
         if why is not None:
             yield why
         elif problem.dtype != problem.weight_dtype or problem.bias_dtype not in (None, problem.dtype):
-            yield f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, this route needs the input's dtype"
+            yield (
+                f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, "
+                "this route needs the input's dtype"
+            )
         else:
             yield from kernel.refuses_on(kernel.widened(task_of(problem)), device)
 
@@ -247,9 +274,14 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 
     prepare = prepare_by(plan_convolution, kernel)
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare, "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare,
+        "numerics": "close",
+        "version": 1,
         "kernels": kernel.kernels,
-    }  # fmt: skip
+    }
 
 
 # From tensors to a launch
@@ -266,10 +298,19 @@ def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int
 
 
 def one_launch(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    residual: Tensor | None,
+    config: Config,
+    cache: Tensor | None = None,
     pad_mode: str = "zeros",
-) -> Launch | None:  # fmt: skip
+) -> Launch | None:
     """The launch that fills `out` from tensors as they are, see `launch_into`; None where one has to be moved
     first.
     """
@@ -284,16 +325,35 @@ def one_launch(
         return None
     x, taps, beside, before = (None if t is None else as_clip(t) for t in (input, weight, residual, cache))
     return lowering.portable(
-        x, taps, bias, as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0), dilation=triple(dilation, 1),
-        residual=beside, cache=before, pad_mode=pad_mode, precision=precision_in(input, weight), **config,
-    )  # fmt: skip
+        x,
+        taps,
+        bias,
+        as_clip(out),
+        stride=triple(stride, 1),
+        padding=triple(padding, 0),
+        dilation=triple(dilation, 1),
+        residual=beside,
+        cache=before,
+        pad_mode=pad_mode,
+        precision=precision_in(input, weight),
+        **config,
+    )
 
 
 def launch_into(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    residual: Tensor | None,
+    config: Config,
+    cache: Tensor | None = None,
     pad_mode: str = "zeros",
-) -> None:  # fmt: skip
+) -> None:
     """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
     extra = extra_channels(lowering, input.shape[1], input.dtype)
     if extra:
@@ -311,9 +371,19 @@ def launch_into(
         None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache)
     )
     lowering.general(
-        x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
-        dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
-    )  # fmt: skip
+        x,
+        taps,
+        None if bias is None else bias.contiguous(),
+        as_clip(out),
+        stride=triple(stride, 1),
+        padding=triple(padding, 0),
+        dilation=triple(dilation, 1),
+        residual=beside,
+        cache=before,
+        pad_mode=pad_mode,
+        precision=precision,
+        **config,
+    )
 
 
 def precision_in(input: Tensor, weight: Tensor) -> str:
@@ -341,9 +411,17 @@ def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[in
 
 
 def convolved(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
-) -> Tensor:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    **config: Any,
+) -> Tensor:
     """A 2-D or 3-D convolution by one launch."""
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
@@ -352,9 +430,17 @@ def convolved(
 
 
 def plan_convolution(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
-) -> LaunchPlan | None:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    **config: Any,
+) -> LaunchPlan | None:
     """`convolved` on tensors as they are, where all of it is one launch."""
     if torch_format(input, weight, bias, stride, padding, dilation, groups) != LAST[input.dim()]:
         return None
@@ -365,36 +451,90 @@ def plan_convolution(
 
 
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32,
-    filters: int = 64, stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(
-        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
-        stages=stages, from_registers=from_registers,
-    )  # fmt: skip
+        GEMM_HOPPER,
+        *call,
+        share=share,
+        slots=slots,
+        rows=rows,
+        columns=columns,
+        channels=channels,
+        filters=filters,
+        stages=stages,
+        from_registers=from_registers,
+    )
 
 
 def with_narrow_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 def with_narrow_out_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

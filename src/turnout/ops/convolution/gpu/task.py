@@ -72,7 +72,10 @@ def implicit_gemm_refuses(task: Task) -> Iterator[str]:
     if task.x[1] != task.weight[1]:
         yield f"{task.x[1] // max(task.weight[1], 1)} groups, this route needs 1"
     if task.cache_strides is not None and task.x[1] > 1 and task.cache_strides[1] != task.x_strides[1]:
-        yield f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, this route needs the same"
+        yield (
+            f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, "
+            "this route needs the same"
+        )
 
 
 def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
@@ -90,7 +93,10 @@ def narrow_out_refuses(task: Task) -> Iterator[str]:
     yield from few_filters_refuse(task)
     _, channels, *kernel = task.weight
     if kernel[0] * kernel[1] * ceil_div(channels, 128) > MOST_HELD:
-        yield f"{channels} channels and a kernel of {kernel}, this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        yield (
+            f"{channels} channels and a kernel of {kernel}, "
+            f"this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        )
 
 
 def narrow_out_hopper_refuses(task: Task) -> Iterator[str]:
@@ -109,7 +115,10 @@ def few_filters_refuse(task: Task) -> Iterator[str]:
     filters, wide = task.weight[0], task.weight[4]
     columns = power_of_two(filters) * power_of_two(wide)
     if columns > MOST_NARROW:
-        yield f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, this route needs at most {MOST_NARROW}"
+        yield (
+            f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, "
+            f"this route needs at most {MOST_NARROW}"
+        )
 
 
 def hopper_refuses(task: Task) -> Iterator[str]:
@@ -132,4 +141,7 @@ def needs_steps(name: str, count: int, task: Task) -> Iterator[str]:
 def needs_tma(name: str, shape: tuple[int, ...], strides: tuple[int, ...], task: Task) -> Iterator[str]:
     last = (0, 2, 3, 4, 1)
     if not tma.fits([shape[a] for a in last], [strides[a] for a in last], task.dtype.itemsize):
-        yield f"{name} strides {strides}, this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        yield (
+            f"{name} strides {strides}, "
+            f"this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        )

@@ -11,7 +11,8 @@ from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.integers import ceil_div, power_of_two
 
 PIXELS = 128  # of one slot: 64 for each of two warpgroups
-REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be multiplied; with more, products wait for one another
+# Registers of a thread, of 240, for accumulators and operands: with more, products wait for one another.
+REGISTERS = 210
 BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
