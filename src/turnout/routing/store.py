@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Where turnout keeps things on this machine: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
+    """The folder for turnout's files: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
     if chosen := os.environ.get("TURNOUT_CACHE_DIR"):
         return Path(chosen)
     import platformdirs  # here: calls of ops that read no rows do not need it
