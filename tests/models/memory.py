@@ -1,4 +1,6 @@
-"""How much memory a call needs, counted from the tensors that live: at full size, of tensors without elements."""
+"""How much memory a call needs, counted from the tensors that live: at full size, of tensors without
+elements.
+"""
 
 import functools
 
@@ -20,8 +22,9 @@ META = torch.device("meta")
 class Peak(TorchDispatchMode):
     """The most bytes of new tensors that live at once, beside those of the model, in a `with` block.
 
-    A call of a public function of ours, and of torch's attention, counts as one step: under a mode torch's own
-    code stands in for kernels that need no memory beside their result. counts: which tensors do. `then` has
+    A call of a public function of ours, and of torch's attention, counts as one step: under a mode torch's
+    own code stands in for kernels that need no memory beside their result. counts: which tensors do. `then`
+    has
     what lived at the peak: bytes, shape and what made it.
     """
 
@@ -30,7 +33,11 @@ class Peak(TorchDispatchMode):
         self.living, self.most, self.then, self.inside = {}, 0, [], 0
         self.counts = counts
         self.held = {x.untyped_storage()._cdata for x in (*model.parameters(), *model.buffers())}
-        for owner, name in [(F, "scaled_dot_product_attention"), (sdpa, "STOCK"), *((ops, name) for name in PUBLIC)]:
+        for owner, name in [
+            (F, "scaled_dot_product_attention"),
+            (sdpa, "STOCK"),
+            *((ops, name) for name in PUBLIC),
+        ]:
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, functools.partial(self.step, getattr(owner, name)))
 
@@ -54,7 +61,11 @@ class Peak(TorchDispatchMode):
         for x in tree_leaves(found):
             storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.held and self.counts(x):
-                self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes(), (tuple(x.shape), func)
+                self.living[storage._cdata] = (
+                    StorageWeakRef(storage),
+                    storage.nbytes(),
+                    (tuple(x.shape), func),
+                )
         self.living = {key: held for key, held in self.living.items() if not held[0].expired()}
         if (now := sum(size for _, size, _ in self.living.values())) > self.most:
             self.most, self.then = now, [(size, what) for _, size, what in self.living.values()]
@@ -69,8 +80,12 @@ def _in_layout_of(x, found):
 
 
 def on_meta(name, monkeypatch, dtype=torch.bfloat16):
-    """A model that races, at its full size on meta, and its call; frames are as large there as they are on a card."""
-    monkeypatch.setattr(models, "_random", lambda settings, *shape: torch.empty(shape, dtype=settings.dtype, device=META))
+    """A model that races, at its full size on meta, and its call; frames are as large there as they are on a
+    card.
+    """
+    monkeypatch.setattr(
+        models, "_random", lambda settings, *shape: torch.empty(shape, dtype=settings.dtype, device=META)
+    )
     monkeypatch.setitem(frames.LARGE, "meta", frames.LARGE["cuda"])
     return models.racer_named(name).make("full", dtype, META)
 

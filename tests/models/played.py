@@ -111,8 +111,8 @@ def play_graphs(monkeypatch, engine=Rerun):
 
 
 def pretend_cuda(monkeypatch):
-    """Let `CudaEngine` itself run on a CPU, with streams that are nothing but objects; `allocator` is what the
-    allocator was told."""
+    """Let `CudaEngine` itself run on a CPU, with streams that are nothing but objects; `allocator` is what
+    the allocator was told."""
     cuda = types.SimpleNamespace(allocator=[], current=None)
 
     def stream():

@@ -47,7 +47,9 @@ def agrees(model, run, share=2e-5):
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()
 def test_flux_of_several_blocks(batch):
-    """One batch is written where it is wanted, more are joined; single blocks hand one tensor on in two parts."""
+    """One batch is written where it is wanted, more are joined; single blocks hand one tensor on in two
+    parts.
+    """
     count = agrees(flux(), lambda model: call(model, batch))
     assert count["layer_norm_modulate"] == 2 * 4 + 2 + 1
     assert count["gated_add"] == 2 * 2 + 2
@@ -60,7 +62,9 @@ def test_nothing_is_joined_twice():
     turnout.accelerate(model)
     stock = torch.cat
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "cat", lambda given, *rest, **named: joins.append(given) or stock(given, *rest, **named))
+        patch.setattr(
+            torch, "cat", lambda given, *rest, **named: joins.append(given) or stock(given, *rest, **named)
+        )
         call(model)
     tokens = [given for given in joins if all(part.dim() == 3 and part.shape[-1] == 32 for part in given)]
     assert len(tokens) == 1
@@ -68,7 +72,10 @@ def test_nothing_is_joined_twice():
 
 @torch.no_grad()
 def test_control_nets():
-    residuals = {"controlnet_block_samples": [random(1, 12, 32)], "controlnet_single_block_samples": [random(1, 12, 32)] * 2}
+    residuals = {
+        "controlnet_block_samples": [random(1, 12, 32)],
+        "controlnet_single_block_samples": [random(1, 12, 32)] * 2,
+    }
     agrees(flux(), lambda model: call(model, **residuals))
 
 
@@ -156,7 +163,11 @@ def test_wan_blocks(cross_attn_norm, each_token, dtype):
         for parameter in norm.parameters():
             parameter.normal_()
     temb = random(2, 9, 6, 24) if each_token else random(2, 6, 24)
-    x, text, turns = random(2, 9, 24).to(dtype), random(2, 4, 24).to(dtype), torch.rand(1, 9, 1, 6).repeat_interleave(2, -1)
+    x, text, turns = (
+        random(2, 9, 24).to(dtype),
+        random(2, 4, 24).to(dtype),
+        torch.rand(1, 9, 1, 6).repeat_interleave(2, -1),
+    )
     block.to(dtype)
     stock = block(x, text, temb, (turns.cos(), turns.sin()))
     with turnout.accelerated(block), counted_calls() as count:
@@ -192,7 +203,9 @@ def test_flux_compiles_into_one_graph():
     stock = both(x, text)
     turnout.accelerate(model)
     torch.compiler.reset()
-    for found, expected in zip(torch.compile(both, fullgraph=True, backend="aot_eager")(x, text), stock, strict=True):
+    for found, expected in zip(
+        torch.compile(both, fullgraph=True, backend="aot_eager")(x, text), stock, strict=True
+    ):
         close(found, expected)
 
 

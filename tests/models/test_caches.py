@@ -1,4 +1,6 @@
-"""diffusers' caches find the blocks and the processors of an accelerated transformer, and give what they give on a stock one."""
+"""diffusers' caches find the blocks and the processors of an accelerated transformer, and give what they give
+on a stock one.
+"""
 
 import pytest
 import torch
@@ -49,14 +51,22 @@ def faster(model):
 def skipped_layers(model):
     from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
-    apply_layer_skip(model, LayerSkipConfig(indices=[0], fqn="blocks" if hasattr(model, "blocks") else "transformer_blocks"))
+    apply_layer_skip(
+        model,
+        LayerSkipConfig(indices=[0], fqn="blocks" if hasattr(model, "blocks") else "transformer_blocks"),
+    )
 
 
 def skipped_attention(model):
     from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
     fqn = "blocks" if hasattr(model, "blocks") else "transformer_blocks"
-    apply_layer_skip(model, LayerSkipConfig(indices=[0], fqn=fqn, skip_attention=True, skip_ff=False, skip_attention_scores=False))
+    apply_layer_skip(
+        model,
+        LayerSkipConfig(
+            indices=[0], fqn=fqn, skip_attention=True, skip_ff=False, skip_attention_scores=False
+        ),
+    )
 
 
 def sea(model):
@@ -66,7 +76,9 @@ def sea(model):
 
 
 # What stock itself cannot do: these blocks have not what FasterCache and the skipping of layers look for.
-CANNOT = {(name, cache) for name in TRANSFORMERS for cache in ("faster", "skipped_attention")} | {("qwen-image", "skipped_layers")}
+CANNOT = {(name, cache) for name in TRANSFORMERS for cache in ("faster", "skipped_attention")} | {
+    ("qwen-image", "skipped_layers")
+}
 
 CACHES = (first_block, mag, taylor, broadcast, faster, skipped_layers, skipped_attention, sea)
 

@@ -1,4 +1,6 @@
-"""Who asks an accelerated model for the class of its processors gets the answers of the stock model, and so may set others."""
+"""Who asks an accelerated model for the class of its processors gets the answers of the stock model, and so
+may set others.
+"""
 
 import copy
 import pickle
@@ -64,7 +66,9 @@ def test_processors_answer_as_stock_ones(name, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", [name for name in WITH_PROCESSORS if hasattr(made(name), "set_default_attn_processor")])
+@pytest.mark.parametrize(
+    "name", [name for name in WITH_PROCESSORS if hasattr(made(name), "set_default_attn_processor")]
+)
 def test_default_processors_can_be_set(name, order):
     model, stock = accelerated(name, order), made(name)
     for each in (model, stock):
@@ -99,7 +103,9 @@ def test_a_processor_that_calls_its_parent_compiles():
 
     class Own(AttnProcessor2_0):
         def __call__(self, attn, hidden_states, *args, **kwargs):
-            hidden_states = hidden_states + 0.1 * F.scaled_dot_product_attention(*[hidden_states[:, None]] * 3)[:, 0]
+            hidden_states = (
+                hidden_states + 0.1 * F.scaled_dot_product_attention(*[hidden_states[:, None]] * 3)[:, 0]
+            )
             return super().__call__(attn, hidden_states, *args, **kwargs)
 
     model = made("unet")

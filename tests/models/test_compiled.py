@@ -84,7 +84,9 @@ class Graphs:
 
 def ours(graph):
     names = (str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-    return {name.split(".")[1].removesuffix("_when_compiled") for name in names if name.startswith("turnout.")}
+    return {
+        name.split(".")[1].removesuffix("_when_compiled") for name in names if name.startswith("turnout.")
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -62,7 +62,9 @@ def test_one_by_one_gives_the_same_frames(name, all_large, monkeypatch):
     turnout.restore(model)
     stock = model.decode(z).sample
     truth = model.float().decode(z.float()).sample
-    of_rings, of_pieces, of_stock = ((x.float() - truth).square().mean().sqrt() for x in (whole, two_by_two, stock))
+    of_rings, of_pieces, of_stock = (
+        (x.float() - truth).square().mean().sqrt() for x in (whole, two_by_two, stock)
+    )
     assert of_rings < 1.1 * min(of_pieces, of_stock)
 
 
@@ -142,7 +144,11 @@ def test_memory(monkeypatch):
     from diffusers import AutoencoderKLWan
 
     torch.manual_seed(0)
-    model = AutoencoderKLWan(base_dim=32, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4).bfloat16().eval()
+    model = (
+        AutoencoderKLWan(base_dim=32, z_dim=4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+        .bfloat16()
+        .eval()
+    )
     z, frame = random(1, 4, 4, 4, 6).bfloat16(), 32 * 48
     monkeypatch.setattr(frames, "SLACK", 4)  # as little beside a frame as it is beside a large one
     peaks = {}
@@ -153,7 +159,8 @@ def test_memory(monkeypatch):
             patch.setitem(frames.LARGE, "cpu", large)  # the last size only
             model.decode(z)
         peaks[way] = peak.most / (frame * 32 * 2)  # in frames of that size
-    # two frames of the convolution to colours become its sums; of what is being computed there is one instead of two
+    # two frames of the convolution to colours become its sums; of what is being computed there is one instead
+    # of two
     assert peaks["one by one"] < min(0.55 * peaks["stock"], peaks["two by two"] - 3)
 
 

@@ -12,13 +12,17 @@ pytest.importorskip("transformers")
 def mamba(**more):
     from transformers import MambaConfig, MambaForCausalLM
 
-    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4, **more))
+    return MambaForCausalLM(
+        MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4, **more)
+    )
 
 
 def falcon_mamba():
     from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
-    return FalconMambaForCausalLM(FalconMambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4))
+    return FalconMambaForCausalLM(
+        FalconMambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4)
+    )
 
 
 def jamba():
@@ -30,7 +34,12 @@ def jamba():
     ))  # fmt: skip
 
 
-MADE = {"mamba": mamba, "without biases": lambda: mamba(use_conv_bias=False), "falcon_mamba": falcon_mamba, "jamba": jamba}
+MADE = {
+    "mamba": mamba,
+    "without biases": lambda: mamba(use_conv_bias=False),
+    "falcon_mamba": falcon_mamba,
+    "jamba": jamba,
+}
 TOKENS = torch.arange(10).view(2, 5)
 
 
@@ -41,7 +50,13 @@ def test_steps_say_what_the_stock_ones_say(name):
     model = MADE[name]().eval()
 
     def generated():
-        rules = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+        rules = {
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
         return torch.stack(model.generate(TOKENS, max_new_tokens=5, **rules).logits)
 
     stock = generated()
@@ -61,11 +76,17 @@ def test_states_stay_where_they_are():
     model = mamba().eval()
     turnout.accelerate(model)
     cache = cached(model)
-    before = [(layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()) for layer in cache.layers]
+    before = [
+        (layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()) for layer in cache.layers
+    ]
     values = [layer.recurrent_states[0].clone() for layer in cache.layers]
     model(TOKENS[:, :1], cache_params=cache, use_cache=True)
-    assert before == [(layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()) for layer in cache.layers]
-    assert not any(torch.equal(layer.recurrent_states[0], old) for layer, old in zip(cache.layers, values, strict=True))
+    assert before == [
+        (layer.conv_states[0].data_ptr(), layer.recurrent_states[0].data_ptr()) for layer in cache.layers
+    ]
+    assert not any(
+        torch.equal(layer.recurrent_states[0], old) for layer, old in zip(cache.layers, values, strict=True)
+    )
 
 
 @torch.no_grad()
@@ -108,20 +129,31 @@ def test_a_mask_autocast_or_hooks_take_the_stock_forward():
         with torch.autocast("cpu", torch.bfloat16):
             model(TOKENS[:, :1], cache_params=cached(model), use_cache=True)
         for layer in model.backbone.layers:
-            layer.mixer.conv1d._hf_hook = type("Hook", (), {"pre_forward": lambda *a: None, "post_forward": lambda *a: None})()
+            layer.mixer.conv1d._hf_hook = type(
+                "Hook", (), {"pre_forward": lambda *a: None, "post_forward": lambda *a: None}
+            )()
         model(TOKENS[:, :1], cache_params=cached(model), use_cache=True)
 
 
-# torch.compile. Stock compiles each of these into one graph, prefill and step (transformers 5.22, torch 2.13).
+# torch.compile. Stock compiles each of these into one graph, prefill and step (transformers 5.22, torch
+# 2.13).
 
 ATTENTION = {"intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
-HEADS = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_chunk_size": 4}
+HEADS = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 4,
+}
 
 
 def hybrid(kind, **more):
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2, hidden_size=16, vocab_size=64, **more)
+    config = getattr(transformers, f"{kind}Config")(
+        num_hidden_layers=2, hidden_size=16, vocab_size=64, **more
+    )
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
@@ -217,7 +249,9 @@ def test_globals_that_are_assigned_later_are_heard(monkeypatch):
     stock = modeling_mamba.apply_mask_to_padding_states
     with turnout.accelerated(model):
         model(TOKENS)
-        monkeypatch.setattr(modeling_mamba, "apply_mask_to_padding_states", lambda *args: masked.append(1) or stock(*args))
+        monkeypatch.setattr(
+            modeling_mamba, "apply_mask_to_padding_states", lambda *args: masked.append(1) or stock(*args)
+        )
         model(TOKENS)
     seen = len(masked)
     model(TOKENS)

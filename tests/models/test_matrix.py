@@ -1,4 +1,6 @@
-"""Every known model, everything that users do to one, before `accelerate` and after it: the results are those of the stock model."""
+"""Every known model, everything that users do to one, before `accelerate` and after it: the results are those
+of the stock model.
+"""
 
 import collections
 

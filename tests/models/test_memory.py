@@ -16,14 +16,28 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @pytest.mark.parametrize("name", [name for name, racer in RACERS.items() if racer.package == "diffusers"])
 def test_accelerated_model_needs_no_more_memory_than_stock(name, monkeypatch):
-    """At full size. The count is that of an H200 to the MiB: 7687 for Qwen-Image at 1328^2 as it was, 2211 for Wan."""
+    """At full size.
+
+    The count is that of an H200 to the MiB: 7687 for Qwen-Image at 1328^2 as it was, 2211 for Wan.
+    """
     stock, accelerated = peaks(name, monkeypatch)
-    most = [f"{size / 2**20:.0f} MiB {what}" for size, what in sorted(accelerated.then, key=lambda held: -held[0])[:9]]
+    most = [
+        f"{size / 2**20:.0f} MiB {what}"
+        for size, what in sorted(accelerated.then, key=lambda held: -held[0])[:9]
+    ]
     assert accelerated.most <= 1.0005 * stock.most, most  # a norm's weights in float32
 
 
-# The largest share of stock's peak: what upsampling in place, caches beside inputs and frames one by one save.
-SHARES = {"qwen-image-vae": 0.2, "wan-vae": 0.6, "hunyuan-vae": 0.7, "cogvideox-vae": 0.65, "ltx-vae": 0.7, "flux": 0.8}
+# The largest share of stock's peak: what upsampling in place, caches beside inputs and frames one by one
+# save.
+SHARES = {
+    "qwen-image-vae": 0.2,
+    "wan-vae": 0.6,
+    "hunyuan-vae": 0.7,
+    "cogvideox-vae": 0.65,
+    "ltx-vae": 0.7,
+    "flux": 0.8,
+}
 
 
 @pytest.mark.parametrize(("name", "share"), SHARES.items())
@@ -38,7 +52,11 @@ def stock_upsampled(x, times, first_apart):
         return F.interpolate(x, scale_factor=times, mode="nearest")
     first = F.interpolate(x[:, :, 0], scale_factor=times[1:], mode="nearest")[:, :, None]
     rest = x[:, :, 1:]
-    return torch.cat([first, F.interpolate(rest, scale_factor=times, mode="nearest")], 2) if rest.shape[2] else first
+    return (
+        torch.cat([first, F.interpolate(rest, scale_factor=times, mode="nearest")], 2)
+        if rest.shape[2]
+        else first
+    )
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
@@ -84,7 +102,9 @@ def upsamplers(name):
 def test_upsampling_is_that_of_stock(name, situation, frames):
     for block in upsamplers(name):
         torch._dynamo.reset()
-        x = random(2, block.conv.conv.in_channels if name == "hunyuan" else block.conv.in_channels, frames, 3, 5)
+        x = random(
+            2, block.conv.conv.in_channels if name == "hunyuan" else block.conv.in_channels, frames, 3, 5
+        )
         results = []
         for accelerated in (False, True):
             if accelerated:

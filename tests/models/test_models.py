@@ -1,4 +1,6 @@
-"""Each model that is known, tiny, on the CPU: accelerated it says what it said before, and restored it is what it was before."""
+"""Each model that is known, tiny, on the CPU: accelerated it says what it said before, and restored it is
+what it was before.
+"""
 
 import contextlib
 import copy
@@ -59,10 +61,19 @@ def test_accelerated_agrees_and_restored_is_the_same(name):
 
 
 def _attributes(model):
-    """Class, attributes and forward of every module: what patching must leave as it was. Decoding adds a cache's bookkeeping of its own."""
+    """Class, attributes and forward of every module: what patching must leave as it was.
+
+    Decoding adds a cache's bookkeeping of its own.
+    """
     own = ("_feat_map", "_conv_idx", "_conv_num", "_enc_feat_map", "_enc_conv_idx", "_enc_conv_num")
     return [
-        (path, type(module), module.forward.__func__, type(getattr(module, "processor", None)), sorted(vars(module).keys() - set(own)))
+        (
+            path,
+            type(module),
+            module.forward.__func__,
+            type(getattr(module, "processor", None)),
+            sorted(vars(module).keys() - set(own)),
+        )
         for path, module in model.named_modules()
     ]
 
@@ -105,14 +116,20 @@ def test_half_types(name):
     assert (fast - truth).square().mean() <= 1.3 * (stock - truth).square().mean() + 1e-12
 
 
-@pytest.mark.parametrize("name", ["wan", "wan22", "flux-vae", "ltx", "ltx2", "hunyuan", "cogvideox", "flux", "mamba"])
+@pytest.mark.parametrize(
+    "name", ["wan", "wan22", "flux-vae", "ltx", "ltx2", "hunyuan", "cogvideox", "flux", "mamba"]
+)
 def test_gradients_agree(name):
     model, (_, call, _) = made(name), ZOO[name]
 
     def gradients():
         model.zero_grad()
         call(model).square().mean().backward()
-        return {key: parameter.grad.clone() for key, parameter in model.named_parameters() if parameter.grad is not None}
+        return {
+            key: parameter.grad.clone()
+            for key, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
 
     stock = gradients()
     with turnout.accelerated(model):
@@ -141,7 +158,9 @@ def test_dropout_still_drops_in_training():
     from diffusers import AutoencoderKLWan
 
     torch.manual_seed(0)
-    model = AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4, dropout=0.5)
+    model = AutoencoderKLWan(
+        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4, dropout=0.5
+    )
     z = random(1, 4, 2, 4, 6)
     stock = model.eval().decode(z).sample
     turnout.accelerate(model)
@@ -204,7 +223,13 @@ def test_generation(name):
     model = made(name)
 
     def generated():
-        settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
+        settings = {
+            "do_sample": False,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
         return torch.stack(model.generate(tokens(), max_new_tokens=6, **settings).logits)
 
     stock = generated()

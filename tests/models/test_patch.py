@@ -88,7 +88,9 @@ def test_an_unknown_model_gets_its_layers_routed_and_is_told_so():
         "Conv3d": "turnout.conv3d", "Conv2d": "turnout.conv2d", "GroupNorm": "turnout.group_norm_silu",
         "SelfAttention": "turnout.attention in place of scaled_dot_product_attention",
     }  # fmt: skip
-    assert [(entry.path, entry.reasons) for entry in report.refused] == [("mirror", ("padding mode reflect, this adapter needs zeros",))]
+    assert [(entry.path, entry.reasons) for entry in report.refused] == [
+        ("mirror", ("padding mode reflect, this adapter needs zeros",))
+    ]
     assert (model(x) - stock).abs().max() < 1e-5
     turnout.restore(model)
     assert torch.equal(model(x), stock)

@@ -69,7 +69,9 @@ def test_figures(found):
     assert row["speedup_range"][0] <= row["speedup_range"][1]
     assert {"causal_conv3d", "rms_norm_silu"} <= {share["op"] for share in row["routes"]}
     assert all(share["why"] and share["calls"] > 0 for share in row["routes"])
-    for name, times in row["kinds_ms"].items():  # of the median call, not of the one that the profiler slowed down
+    for name, times in row[
+        "kinds_ms"
+    ].items():  # of the median call, not of the one that the profiler slowed down
         assert sum(times.values()) == pytest.approx(row["lanes"][name]["ms"], rel=1e-2)
     assert row["machine"]["cpu"]
     assert row["machine"]["cores"] >= 1
@@ -121,11 +123,27 @@ def test_full_sizes_are_the_published_ones():
 
 
 def test_all_race(tmp_path):
-    words = ["race", "all", "--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0", "--no-profile"]
+    words = [
+        "race",
+        "all",
+        "--size",
+        "tiny",
+        "--device",
+        "cpu",
+        "--rounds",
+        "2",
+        "--seconds",
+        "0",
+        "--no-profile",
+    ]
     run = CliRunner().invoke(app, [*words, "--out", str(tmp_path)])
     assert run.exit_code == 0, run.output
     rows = [json.loads(line) for line in (tmp_path / "cpu" / "race.jsonl").read_text().splitlines()]
-    expected = [(name, dtype) for name, racer in RACERS.items() for dtype in (racer.default_dtype(CPU), *racer.dtypes[1:])]
+    expected = [
+        (name, dtype)
+        for name, racer in RACERS.items()
+        for dtype in (racer.default_dtype(CPU), *racer.dtypes[1:])
+    ]
     assert [(row["model"], row["dtype"]) for row in rows] == expected
     assert run.stdout.count(f" of {len(expected)}  ") == len(rows)
     for row in rows:
@@ -153,7 +171,13 @@ def test_what_runs_is_what_torch_compile_was_given(name):
         model, call = RACERS[name].make("tiny", torch.float32, CPU)
         contestant = _Contestant(model, call, RACERS[name], None, backend)
         outputs = {}
-        for lane, runs in ((STOCK, False), (COMPILED, True), (ACCELERATED, False), (COMPILED, True), (STOCK, False)):
+        for lane, runs in (
+            (STOCK, False),
+            (COMPILED, True),
+            (ACCELERATED, False),
+            (COMPILED, True),
+            (STOCK, False),
+        ):
             ran.clear()
             with contestant.prepared(lane) as run:
                 outputs[lane] = run()
@@ -167,7 +191,17 @@ def test_a_model_that_cannot_be_compiled_still_races():
     def backend(graph, inputs):
         raise RuntimeError("no compiler today\nand a second line")
 
-    found = race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, compiled=True, profiled=(), backend=backend)
+    found = race(
+        "flux-vae",
+        "tiny",
+        torch.float32,
+        CPU,
+        rounds=2,
+        seconds=0,
+        compiled=True,
+        profiled=(),
+        backend=backend,
+    )
     row = found.row()
     assert "no compiler today" in row["lanes"][COMPILED]["failed"]
     assert row["speedup"] > 0
@@ -247,17 +281,30 @@ def test_lanes_take_turns(monkeypatch):
 
 
 def gpu_race(latents=21):
-    """A race as on a GPU: three lanes, thousands of kernels with gaps between them, names as long as they are there."""
+    """A race as on a GPU: three lanes, thousands of kernels with gaps between them, names as long as they are
+    there.
+    """
     draw = random.Random(0)
     convolution = "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128_32x4_nhwc_align8>(Params)"
     layer = [
-        ("void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)", 0.06),
+        (
+            "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)",
+            0.06,
+        ),
         (convolution, 0.4),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>", 0.05),
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>",
+            0.05,
+        ),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16>>", 0.07),
         ("void at::native::CatArrayBatchedCopy", 0.09),
     ]
-    fused = [("rms_rows", 0.05), ("implicit_gemm_hopper", 0.22), ("wide_head", 0.01), ("nvjet_hsh_128x256", 0.01)]
+    fused = [
+        ("rms_rows", 0.05),
+        ("implicit_gemm_hopper", 0.22),
+        ("wide_head", 0.01),
+        ("nvjet_hsh_128x256", 0.01),
+    ]
 
     def trace(parts, gap):
         kernels, at = [], 100.0
@@ -271,7 +318,18 @@ def gpu_race(latents=21):
 
     def lane(ms, apart, host, mib, psnr, trace, output=None):
         samples = [ms - apart, ms, ms + apart]
-        return Lane(ms, 2 * apart, 60e3, host, mib, psnr, trace=trace, output=output, samples=samples, host_samples=[host] * 3)
+        return Lane(
+            ms,
+            2 * apart,
+            60e3,
+            host,
+            mib,
+            psnr,
+            trace=trace,
+            output=output,
+            samples=samples,
+            host_samples=[host] * 3,
+        )
 
     lanes = {
         STOCK: lane(1836.2, 3.1, 1610.0, 4486.0, 47.7, trace(layer, 0.004), frames),
@@ -279,12 +337,27 @@ def gpu_race(latents=21):
         COMPILED: lane(1102.7, 2.2, 60.5, 3920.0, 47.9, trace(layer[1:3], 0.002)),
     }
     lanes[ACCELERATED].trace.routes = [
-        Share("causal_conv3d", "implicit-gemm-hopper", 1323, 441.5, 0.772, "measured and shipped: 2.86x the reference"),
+        Share(
+            "causal_conv3d",
+            "implicit-gemm-hopper",
+            1323,
+            441.5,
+            0.772,
+            "measured and shipped: 2.86x the reference",
+        ),
         Share("rms_norm_silu", "rows", 1218, 61.0, 0.107, "measured and shipped: 14.90x the reference"),
-        Share("attention", "reference", 21, 3.0, 0.005, "model: nothing is estimated to beat it by 15%; <escape & me>"),
+        Share(
+            "attention",
+            "reference",
+            21,
+            3.0,
+            0.005,
+            "model: nothing is estimated to beat it by 15%; <escape & me>",
+        ),
     ]
     report = Report(
-        {"": "AutoencoderKLWan is known"}, [Entry("decoder", "WanDecoder3d", "channels-last from the first convolution to the last")]
+        {"": "AutoencoderKLWan is known"},
+        [Entry("decoder", "WanDecoder3d", "channels-last from the first convolution to the last")],
     )
     versions = {"torch": "2.11.0", "triton": "3.6.0", "diffusers": "0.42.1", "turnout": "0.1.0"}
     machine = {"cpu": "EPYC", "cores": 16, "threads": 16, "card": "NVIDIA H200", "driver": "580.1"}
@@ -347,7 +420,10 @@ def test_page_is_one_file_that_says_everything(found, tmp_path, made_up):
         assert needed in said
     assert len(read.all("svg")) == len(found.lanes)
     assert all(svg["aria-label"] for svg in read.all("svg"))
-    assert [img["alt"] for img in read.all("img")] == ["first frame of the stock model", "first frame of the accelerated model"]
+    assert [img["alt"] for img in read.all("img")] == [
+        "first frame of the stock model",
+        "first frame of the accelerated model",
+    ]
     assert all(img["src"].startswith("data:image/png;base64,") for img in read.all("img"))
     kinds = {kind for lane in found.lanes.values() for kind in lane.trace.by_kind()}
     assert {rect["class"] for rect in read.all("rect")} == kinds | ({page.WAITING} if made_up else set())
@@ -356,7 +432,9 @@ def test_page_is_one_file_that_says_everything(found, tmp_path, made_up):
 
 
 def test_bars_cannot_contradict_the_headline():
-    """They are as long as the medians, however long the profiler took: it slows the accelerated model down more."""
+    """They are as long as the medians, however long the profiler took: it slows the accelerated model down
+    more.
+    """
     made_up = gpu_race(1)
     made_up.machine["card"] = None  # as on a CPU, where what it says of time is longer than the truth
     for name, ms in ((STOCK, 100.0), (ACCELERATED, 80.0), (COMPILED, 90.0)):
@@ -386,7 +464,10 @@ def test_a_card_that_waits_is_seen_to_wait():
 def test_every_kind_has_a_look_that_stands_out():
     def brightness(colour):  # relative luminance
         parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        return sum(share * ((x + 0.055) / 1.055) ** 2.4 for share, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+        return sum(
+            share * ((x + 0.055) / 1.055) ** 2.4
+            for share, x in zip((0.2126, 0.7152, 0.0722), parts, strict=True)
+        )
 
     assert set(LOOKS) == {*KINDS, "other"}
     grounds = re.findall(r"--card: (#\w+)", page.page(gpu_race(1)))
@@ -403,7 +484,10 @@ def test_page_says_what_was_not_measured(found):
     text = page.page(found)
     assert "not counted on a CPU" in text
     assert "not measured: reasons" in text
-    assert race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, profiled=()).no_truth == "this race is in float32"
+    assert (
+        race("flux-vae", "tiny", torch.float32, CPU, rounds=2, seconds=0, profiled=()).no_truth
+        == "this race is in float32"
+    )
 
 
 def test_a_model_that_does_not_run_in_float32_still_races(monkeypatch):
@@ -450,7 +534,9 @@ def test_trace_for_perfetto(tmp_path):
     names = {event["pid"]: event["args"]["name"] for event in content["traceEvents"] if event["ph"] == "M"}
     assert list(names.values()) == [f"wan-vae, {lane}" for lane in made_up.lanes]
     for process, lane in enumerate(made_up.lanes.values()):
-        kernels = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == process]
+        kernels = [
+            event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == process
+        ]
         assert [event["name"] for event in kernels] == [kernel.name for kernel in lane.trace.kernels]
         assert kernels[0]["ts"] == 0
         assert sum(event["dur"] for event in kernels) == pytest.approx(1e3 * lane.trace.busy, rel=1e-3)
@@ -471,7 +557,9 @@ def test_a_report_without_its_packages_is_refused_before_the_race(monkeypatch, t
 def test_a_race_needs_neither_jinja2_nor_pillow(monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    run = CliRunner().invoke(app, ["race", "flux-vae", "--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0"])
+    run = CliRunner().invoke(
+        app, ["race", "flux-vae", "--size", "tiny", "--device", "cpu", "--rounds", "2", "--seconds", "0"]
+    )
     assert run.exit_code == 0, run.output
 
 
@@ -499,7 +587,9 @@ def test_trace_adds_up():
 def event(name, start=0.0, end=0.0, number=0, where="CPU"):
     """As torch's profiler gives them, in microseconds."""
     device, times = SimpleNamespace(name=where), SimpleNamespace(start=start, end=end)
-    return SimpleNamespace(name=name, id=number, device_type=device, time_range=times, device_time=end - start)
+    return SimpleNamespace(
+        name=name, id=number, device_type=device, time_range=times, device_time=end - start
+    )
 
 
 def test_kernels_belong_to_the_call_that_launched_them():
@@ -509,7 +599,10 @@ def test_kernels_belong_to_the_call_that_launched_them():
         event("cudaLaunchKernel", 10, 12, 1), event("cuLaunchKernelEx", 30, 31, 2), event("cuLaunchKernelEx", 150, 151, 3),
         event("cudaMemcpyAsync", 210, 220, 4), event("aten::add", 230, 240, 5),
     ]  # fmt: skip
-    kernels = [event(f"kernel {i}", 1000 * i, 1000 * i + ms * 1000, i, "CUDA") for i, ms in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 16))]
+    kernels = [
+        event(f"kernel {i}", 1000 * i, 1000 * i + ms * 1000, i, "CUDA")
+        for i, ms in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 16))
+    ]
     ranges = [event("turnout::a/x", 1000, 4000, 1, "CUDA")]  # a range repeats its kernels
     assert launched_in(calls, [*calls, *others, *kernels, *ranges]) == [1.0, 2.0, 8.0]
 
@@ -520,7 +613,11 @@ def test_kernels_of_ours_have_time_in_a_trace():
     weight = torch.ones(96, device="cuda")
     with turnout.pin(rms_norm_silu="rows"):
         turnout.rms_norm_silu(x, weight, eps=1e-6)
-        trace = traced(lambda: [turnout.rms_norm_silu(x, weight, eps=1e-6) for _ in range(3)], torch.device("cuda"), routes=True)
+        trace = traced(
+            lambda: [turnout.rms_norm_silu(x, weight, eps=1e-6) for _ in range(3)],
+            torch.device("cuda"),
+            routes=True,
+        )
     assert [(share.op, share.route, share.calls) for share in trace.routes] == [("rms_norm_silu", "rows", 3)]
     assert trace.routes[0].ms == pytest.approx(trace.busy, rel=0.01)
 
@@ -539,11 +636,25 @@ def test_likeness_of_more_than_one_piece(monkeypatch):
     torch.manual_seed(0)
     one, two = torch.randn(4, 5), torch.randn(4, 5)
     error = (one.double() - two.double()).square().mean()
-    assert compare(one, two, 2.0) == pytest.approx((10 * math.log10(4 / error), float((one - two).abs().max())))
+    assert compare(one, two, 2.0) == pytest.approx(
+        (10 * math.log10(4 / error), float((one - two).abs().max()))
+    )
 
 
 def test_command(tmp_path):
-    words = ["race", "wan-vae", "--size", "tiny", "--rounds", "3", "--device", "cpu", "--json", "--out", str(tmp_path)]
+    words = [
+        "race",
+        "wan-vae",
+        "--size",
+        "tiny",
+        "--rounds",
+        "3",
+        "--device",
+        "cpu",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
     run = CliRunner().invoke(app, words)
     assert run.exit_code == 0, run.output
     line = next(line for line in run.stdout.splitlines() if line.startswith("{"))
@@ -576,7 +687,11 @@ def clock(monkeypatch):
             raise RuntimeError("no such luck\nsecond line")
         at[0] += 10.0
         found = gpu_race(1)
-        found.model, found.what, found.dtype = name, RACERS[name].describe(size), str(dtype).removeprefix("torch.")
+        found.model, found.what, found.dtype = (
+            name,
+            RACERS[name].describe(size),
+            str(dtype).removeprefix("torch."),
+        )
         found.commit = commit()
         return found
 
@@ -668,19 +783,25 @@ def test_unknown_names(said):
 @pytest.mark.parametrize(("package", "model"), [("diffusers", "flux-vae"), ("transformers", "mamba")])
 def test_packages_that_are_not_there(said, monkeypatch, package, model):
     monkeypatch.setitem(sys.modules, package, None)  # an import of it finds nothing
-    assert f"needs {package}, which is not installed; pip install 'turnout[race]'" in said(model, "--size", "tiny")
+    assert f"needs {package}, which is not installed; pip install 'turnout[race]'" in said(
+        model, "--size", "tiny"
+    )
 
 
 def test_packages_that_are_too_old_or_broken(monkeypatch):
     racer = replace(RACERS["flux-vae"], model="AutoencoderKLOfTomorrow")
-    with pytest.raises(ValueError, match=r"diffusers .* has no AutoencoderKLOfTomorrow; pip install --upgrade"):
+    with pytest.raises(
+        ValueError, match=r"diffusers .* has no AutoencoderKLOfTomorrow; pip install --upgrade"
+    ):
         racer.load_class()
 
     def broken(name):
         raise ImportError("libcudart.so.99 is missing\nmore")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    with pytest.raises(ValueError, match=r"diffusers is installed, but cannot be imported: libcudart\.so\.99 is missing$"):
+    with pytest.raises(
+        ValueError, match=r"diffusers is installed, but cannot be imported: libcudart\.so\.99 is missing$"
+    ):
         racer.load_class()
 
 
@@ -688,7 +809,9 @@ def test_weights_that_are_not_there(said, tmp_path):
     assert "there is no such folder" in said("flux-vae", "--weights", tmp_path / "nowhere")
     assert "no config.json, and no vae/config.json" in said("flux-vae", "--weights", tmp_path)
     (tmp_path / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
-    assert "it is a FluxTransformer2DModel, this race needs a AutoencoderKL" in said("flux-vae", "--weights", tmp_path)
+    assert "it is a FluxTransformer2DModel, this race needs a AutoencoderKL" in said(
+        "flux-vae", "--weights", tmp_path
+    )
     (tmp_path / "config.json").write_text("{")
     assert "cannot be read as JSON" in said("flux-vae", "--weights", tmp_path)
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')  # and no weights beside it
@@ -706,11 +829,26 @@ def test_weights_of_a_folder_race(tmp_path):
         with torch.no_grad():
             assert call(loaded).shape == (1, 3, 9, 32, 32)
     run = CliRunner().invoke(
-        app, ["race", "ltx-vae", "--size", "tiny", "--device", "cpu", "--rounds", "2", "--weights", str(tmp_path), "--json"]
+        app,
+        [
+            "race",
+            "ltx-vae",
+            "--size",
+            "tiny",
+            "--device",
+            "cpu",
+            "--rounds",
+            "2",
+            "--weights",
+            str(tmp_path),
+            "--json",
+        ],
     )
     row = json.loads(run.stdout.splitlines()[-1])
     assert row["weights"] == "given"
-    assert row["what"].endswith("weights and layers of a folder")  # no row of random weights is replaced by it
+    assert row["what"].endswith(
+        "weights and layers of a folder"
+    )  # no row of random weights is replaced by it
 
 
 def test_a_report_that_cannot_be_written_is_told_before_the_race(said, tmp_path, monkeypatch):
@@ -731,7 +869,10 @@ def test_lines_of_the_profiler_are_not_shown(capfd):
     out, err = capfd.readouterr()
     assert "profiler_st" not in out + err
     with without_profiler_lines():
-        os.write(2, b"before\nUSDT:2026-11-16 17:54:04 19877:19877 SyncActivityProfilerHandler.cpp:52] profiler_start\nafter\n")
+        os.write(
+            2,
+            b"before\nUSDT:2026-11-16 17:54:04 19877:19877 SyncActivityProfilerHandler.cpp:52] profiler_start\nafter\n",
+        )
         os.write(2, b"ERROR:2026-11-16 17:54:04 1:2 CuptiActivityApi.cpp:5] no privileges\n")
         os.write(1, b"INFO:2026-11-16 17:54:04 1:2 a.cpp:5] hello\nkept without an end")
     out, err = capfd.readouterr()

@@ -119,7 +119,9 @@ def test_every_call_returns_the_type_that_the_stock_model_does(graphed):
     assert graphed.replays.captured == 2
 
 
-@pytest.mark.parametrize("name", ["wan-transformer", "qwen-image", "wan", "flux-vae", "ltx", "hunyuan", "cogvideox"])
+@pytest.mark.parametrize(
+    "name", ["wan-transformer", "qwen-image", "wan", "flux-vae", "ltx", "hunyuan", "cogvideox"]
+)
 def test_known_models_are_replayed(name, monkeypatch):
     play_graphs(monkeypatch, Recorded)
     model, call = made(name).eval(), ZOO[name][1]
@@ -185,7 +187,12 @@ def carried(request, monkeypatch):
 def test_generate_goes_on_with_the_callers_cache(name, device, carried):
     model = made(name).to(device).eval()
     ids = tokens().to(device)
-    how = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    how = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "pad_token_id": 0,
+    }
     expected = [model.generate(each, **how) for each in (ids, ids.flip(1))]
     report = turnout.accelerate(model, graph=True)
     (replays,) = report.graphs.values()
@@ -224,7 +231,10 @@ def test_steps_of_two_caches_take_turns(device, carried):
     for i in range(6):
         for k in range(2):
             step = torch.full((2, 1), (7 * i + k) % 64, device=device)
-            found, expected = (each(step, cache_params=held[k], use_cache=True) for each, held in zip((model, stock), caches, strict=True))
+            found, expected = (
+                each(step, cache_params=held[k], use_cache=True)
+                for each, held in zip((model, stock), caches, strict=True)
+            )
             assert found.cache_params is caches[0][k]
             assert [id(x) for x in states_of(caches[0][k])] == places[k]
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
@@ -242,7 +252,8 @@ def test_cache_that_was_written_between_steps_is_read(device, carried):
     for i in range(8):
         step = torch.full((2, 1), 5 * i, device=device)
         found, expected = (
-            each(step, cache_params=cache, use_cache=True).logits for each, cache in zip((model, stock), caches, strict=True)
+            each(step, cache_params=cache, use_cache=True).logits
+            for each, cache in zip((model, stock), caches, strict=True)
         )
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         for cache in caches:
@@ -438,7 +449,10 @@ def precision():
     try:
         yield
     finally:
-        torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision = before, of_cuda
+        torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision = (
+            before,
+            of_cuda,
+        )
 
 
 @contextlib.contextmanager
@@ -526,7 +540,8 @@ def test_gradients_are_wanted(graphed):
         for _ in range(3):
             found, expected = graphed().sample, graphed(graphed.stock).sample
             ours, theirs = (
-                torch.autograd.grad(y.sum(), m.proj_out.weight)[0] for y, m in ((found, graphed.model), (expected, graphed.stock))
+                torch.autograd.grad(y.sum(), m.proj_out.weight)[0]
+                for y, m in ((found, graphed.model), (expected, graphed.stock))
             )
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert "gradients are wanted: call it under torch.no_grad()" in graphed.report.details()
@@ -535,11 +550,15 @@ def test_gradients_are_wanted(graphed):
 
 ARGUMENTS = {
     "shape": lambda given: flux_inputs(given["timestep"].device, batch=1),
-    "strides": lambda given: {"hidden_states": given["hidden_states"].transpose(1, 2).contiguous().transpose(1, 2)},
+    "strides": lambda given: {
+        "hidden_states": given["hidden_states"].transpose(1, 2).contiguous().transpose(1, 2)
+    },
     "dtype": lambda given: {"timestep": given["timestep"].double()},
     "left out": lambda given: {"guidance": given["guidance"].float().clone(), "joint_attention_kwargs": {}},
     "return_dict": lambda given: {"return_dict": False},
-    "residuals": lambda given: {"controlnet_block_samples": [torch.ones_like(given["hidden_states"])[..., :1]]},
+    "residuals": lambda given: {
+        "controlnet_block_samples": [torch.ones_like(given["hidden_states"])[..., :1]]
+    },
 }
 
 
@@ -599,7 +618,9 @@ class Small(torch.nn.Module):
 @pytest.fixture
 def small(device, monkeypatch):
     """Makes a known model out of a function of it, x and scale."""
-    monkeypatch.setattr(sys.modules["turnout.models.accelerate"], "GRAPHED", {f"{Small.__module__}.{Small.__qualname__}"})
+    monkeypatch.setattr(
+        sys.modules["turnout.models.accelerate"], "GRAPHED", {f"{Small.__module__}.{Small.__qualname__}"}
+    )
 
     def make(body):
         torch.manual_seed(0)
@@ -1011,5 +1032,7 @@ def test_report_tells_what_became_of_the_calls(graphed):
 def test_compiled_model_is_traced_as_without_graphs(graphed):
     compiled = torch.compile(graphed.model, backend="eager", fullgraph=True)
     for _ in range(4):
-        torch.testing.assert_close(graphed(compiled).sample, graphed(graphed.stock).sample, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            graphed(compiled).sample, graphed(graphed.stock).sample, rtol=1e-4, atol=1e-4
+        )
     assert graphed.replays.captured == 0

@@ -1,4 +1,6 @@
-"""Adapters know what they replace: code that is not what they were written for is left alone, with the reason."""
+"""Adapters know what they replace: code that is not what they were written for is left alone, with the
+reason.
+"""
 
 import ast
 import hashlib
@@ -67,7 +69,13 @@ def reasons(block):
 
 
 def test_code_that_upstream_changed_is_left_alone(altered):
-    module = altered(RESNET, ("output_tensor = (input_tensor + hidden_states) / self.output_scale_factor", "output_tensor = hidden_states"))
+    module = altered(
+        RESNET,
+        (
+            "output_tensor = (input_tensor + hidden_states) / self.output_scale_factor",
+            "output_tensor = hidden_states",
+        ),
+    )
     block = module.ResnetBlock2D(in_channels=8, groups=2, temb_channels=None)
     x = torch.randn(1, 8, 6, 6)
     expected = block(x, None)
@@ -80,14 +88,24 @@ def test_code_that_upstream_changed_is_left_alone(altered):
 
 def test_comments_and_layout_may_change(altered):
     module = altered(
-        RESNET, ("hidden_states = self.conv1(hidden_states)", "hidden_states = self.conv1(\n            hidden_states  # first\n        )")
+        RESNET,
+        (
+            "hidden_states = self.conv1(hidden_states)",
+            "hidden_states = self.conv1(\n            hidden_states  # first\n        )",
+        ),
     )
     assert reasons(module.ResnetBlock2D(in_channels=8, groups=2, temb_channels=None))[0] == []
 
 
 def test_a_part_that_is_read_past_may_not_change(altered):
     name = "diffusers.models.autoencoders.autoencoder_kl_wan"
-    module = altered(name, ("return normalized * self.scale * self.gamma + self.bias", "return normalized * self.gamma + self.bias"))
+    module = altered(
+        name,
+        (
+            "return normalized * self.scale * self.gamma + self.bias",
+            "return normalized * self.gamma + self.bias",
+        ),
+    )
     said, _ = reasons(module.WanResidualBlock(4, 4))
     assert any("is not that of the releases" in reason for reason in said)
 
@@ -117,4 +135,6 @@ def test_code_without_source_is_left_alone():
     made: dict = {"Base": ResnetBlock2D}
     exec("class Hidden(Base):\n    def forward(self, x, temb=None):\n        return x", made)
     said, _ = reasons(made["Hidden"](in_channels=8, groups=2, temb_channels=None))
-    assert said == ["the source of Hidden cannot be read, so nobody knows whether it is what this adapter was written for"]
+    assert said == [
+        "the source of Hidden cannot be read, so nobody knows whether it is what this adapter was written for"
+    ]

@@ -14,8 +14,8 @@ from turnout.models.frames import latents_needed
 
 
 def entered_exactly(name):
-    """A model whose convolution before the decoder, which sees all latents at once, changes nothing: what it makes of one and of many
-    differs by a rounding on some CPUs (an AMD Zen 4, torch 2.13)."""
+    """A model whose convolution before the decoder, which sees all latents at once, changes nothing: what it
+    makes of one and of many differs by a rounding on some CPUs (an AMD Zen 4, torch 2.13)."""
     model = made(name)
     entry = model.post_quant_conv
     torch.nn.init.dirac_(entry.weight)
@@ -44,7 +44,10 @@ def test_two_streams_of_one_model():
     turnout.accelerate(model)
     clips = random(1, 4, 3, 2, 4), random(1, 4, 3, 3, 4)
     streams = [DecodeStream(model) for _ in clips]
-    parts = [[stream.decode(clip[:, :, i : i + 1]) for stream, clip in zip(streams, clips, strict=True)] for i in range(3)]
+    parts = [
+        [stream.decode(clip[:, :, i : i + 1]) for stream, clip in zip(streams, clips, strict=True)]
+        for i in range(3)
+    ]
     for i, clip in enumerate(clips):
         assert torch.equal(torch.cat([part[i] for part in parts], 2), model.decode(clip).sample)
 
@@ -59,7 +62,9 @@ def played(monkeypatch):
     return play_graphs(monkeypatch)
 
 
-@pytest.mark.parametrize(("name", "fast", "before"), [("wan", False, 3), ("wan", True, 4), ("wan22", True, 4)])
+@pytest.mark.parametrize(
+    ("name", "fast", "before"), [("wan", False, 3), ("wan", True, 4), ("wan22", True, 4)]
+)
 @torch.no_grad()
 def test_graph_takes_over_once_the_caches_are_full(played, name, fast, before):
     model = made(name)

@@ -1,4 +1,6 @@
-"""A layer that no route is worth for runs torch's own function, at next to no cost, and asks again when that may have changed."""
+"""A layer that no route is worth for runs torch's own function, at next to no cost, and asks again when that
+may have changed.
+"""
 
 import gc
 import statistics
@@ -77,7 +79,9 @@ def test_a_pin_is_heard(op):
         verdict = {
             "conv2d": lambda: turnout.conv2d(x, layer.weight, layer.bias),
             "conv3d": lambda: turnout.conv3d(x, layer.weight, layer.bias),
-            "group_norm_silu": lambda: turnout.group_norm_silu(x, 2, layer.weight, layer.bias, eps=layer.eps, silu=False),
+            "group_norm_silu": lambda: turnout.group_norm_silu(
+                x, 2, layer.weight, layer.bias, eps=layer.eps, silu=False
+            ),
         }[op]
         try:
             expected = verdict()
@@ -99,11 +103,15 @@ def test_layer_that_gains_is_routed():
     assert worth.is_torch(layer, OPS["conv2d"], x[:, :, :1]) is None
 
 
-@pytest.mark.parametrize(("ours", "torchs", "pays"), [(10.0, 30.0, True), (10.0, 12.0, False), (None, 15.0, True)])
+@pytest.mark.parametrize(
+    ("ours", "torchs", "pays"), [(10.0, 30.0, True), (10.0, 12.0, False), (None, 15.0, True)]
+)
 def test_gain_must_exceed_the_cost_of_asking(ours, torchs, pays):
     x, weight = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 1, 1)
     verdict = turnout.explain(turnout.conv2d, x, weight)
-    chosen = replace(verdict, chosen="a route", authority="model", microseconds={"a route": ours, "reference": torchs})
+    chosen = replace(
+        verdict, chosen="a route", authority="model", microseconds={"a route": ours, "reference": torchs}
+    )
     assert worth.gains(chosen) is pays
     assert worth.gains(replace(chosen, authority="pin"))
 

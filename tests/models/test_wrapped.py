@@ -1,4 +1,7 @@
-"""Models inside something else: compilers, tracers, several processes, peft. And models that cannot be accelerated as they are."""
+"""Models inside something else: compilers, tracers, several processes, peft.
+
+And models that cannot be accelerated as they are.
+"""
 
 import gc
 import weakref
@@ -159,7 +162,10 @@ def test_trains_in_several_processes(alone, name, wrap, order):
         wrapped = wrap(model)
         if order == "accelerate last":
             report = turnout.accelerate(wrapped)
-            assert f"{ {'flux': 'FluxTransformer2DModel', 'wan-transformer': 'WanTransformer3DModel'}[name] } is known" in str(report)
+            assert (
+                f"{ {'flux': 'FluxTransformer2DModel', 'wan-transformer': 'WanTransformer3DModel'}[name] } is known"
+                in str(report)
+            )
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2)
         if wrap is not fsdp2:
             wrapped.dtype = torch.float32
@@ -189,7 +195,9 @@ def test_a_wrapped_model_is_known():
 
 
 def test_what_is_not_touched_is_named():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv1d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4))
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Conv1d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)
+    )
     said = str(turnout.accelerate(model))
     assert "not touched: 1 x Conv1d, 1 x ConvTranspose2d, 1 x BatchNorm2d" in said
 

@@ -18,7 +18,9 @@ def leaves(model):
 def layers(model, *, plain=False):
     """Linear layers and convolutions; plain: no classes derived from torch's."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return [(path, m) for path, m in leaves(model) if (stock_class(m) in kinds if plain else isinstance(m, kinds))]
+    return [
+        (path, m) for path, m in leaves(model) if (stock_class(m) in kinds if plain else isinstance(m, kinds))
+    ]
 
 
 def stock_class(module):
@@ -37,7 +39,9 @@ def changed(given, factor):
 
 def hooks_on_leaves(model, seen):
     for path, module in leaves(model):
-        module.register_forward_hook(lambda module, args, out, path=path: seen.append(path) or changed(out, 1.03))
+        module.register_forward_hook(
+            lambda module, args, out, path=path: seen.append(path) or changed(out, 1.03)
+        )
 
 
 def hooks_everywhere(model, seen):
@@ -48,7 +52,9 @@ def hooks_everywhere(model, seen):
 
 def pre_hooks(model, seen):
     for path, module in leaves(model):
-        module.register_forward_pre_hook(lambda module, args, path=path: seen.append(path) or changed(args, 0.97))
+        module.register_forward_pre_hook(
+            lambda module, args, path=path: seen.append(path) or changed(args, 0.97)
+        )
 
 
 def one_hook(model, seen):
@@ -58,15 +64,21 @@ def one_hook(model, seen):
 
 
 def global_hooks(model, seen):
-    paths = {id(module): path for path, module in model.named_modules()}  # transformers makes other modules on the way
-    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: (id(m) in paths and seen.append(paths[id(m)])) or None)
+    paths = {
+        id(module): path for path, module in model.named_modules()
+    }  # transformers makes other modules on the way
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, args, out: (id(m) in paths and seen.append(paths[id(m)])) or None
+    )
     return handle.remove
 
 
 def replaced_forwards(model, seen):
     for path, module in layers(model):
         stock = module.forward
-        module.forward = lambda *args, stock=stock, path=path, **kwargs: seen.append(path) or 0.9 * stock(*args, **kwargs)
+        module.forward = lambda *args, stock=stock, path=path, **kwargs: (
+            seen.append(path) or 0.9 * stock(*args, **kwargs)
+        )
 
 
 def offloaded(model, seen):
@@ -86,7 +98,9 @@ def offloaded_in_leaves(model, seen):
 def _group_offloading(model, **how):
     from diffusers.hooks import apply_group_offloading
 
-    apply_group_offloading(model, onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), **how)
+    apply_group_offloading(
+        model, onload_device=torch.device("cpu"), offload_device=torch.device("cpu"), **how
+    )
 
 
 def cast_layerwise(model, seen):
@@ -172,7 +186,9 @@ class Scaled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         plain = [x.as_subclass(torch.Tensor) if isinstance(x, Scaled) else x for x in args]
-        named = {k: x.as_subclass(torch.Tensor) if isinstance(x, Scaled) else x for k, x in (kwargs or {}).items()}
+        named = {
+            k: x.as_subclass(torch.Tensor) if isinstance(x, Scaled) else x for k, x in (kwargs or {}).items()
+        }
         out = func(*plain, **named)
         if func in (torch.Tensor.detach, torch.Tensor.requires_grad_):
             return out.as_subclass(Scaled)
@@ -183,7 +199,9 @@ class Scaled(torch.Tensor):
 def tensor_subclasses(model, seen):
     for _, layer in layers(model, plain=True):
         if stock_class(layer) is not nn.Conv1d:
-            layer.weight = nn.Parameter(torch.Tensor._make_subclass(Scaled, layer.weight.detach()), requires_grad=False)
+            layer.weight = nn.Parameter(
+                torch.Tensor._make_subclass(Scaled, layer.weight.detach()), requires_grad=False
+            )
 
 
 def gathered(model, seen):
@@ -216,7 +234,11 @@ def copied(model, seen):
 
 def bound_forward(model, seen):
     """A user's own method on an inner block."""
-    blocks = [m for m in model.modules() if list(m.children()) and m is not model and not isinstance(m, nn.ModuleList | nn.Sequential)]
+    blocks = [
+        m
+        for m in model.modules()
+        if list(m.children()) and m is not model and not isinstance(m, nn.ModuleList | nn.Sequential)
+    ]
     block = blocks[len(blocks) // 2]
     stock = type(block).forward
 
@@ -235,7 +257,9 @@ def two_loras(model, seen):
     torch.manual_seed(1)
     names = [path for path, m in layers(model, plain=True) if getattr(m, "groups", 1) == 1]
     for name in ("one", "other"):
-        inject_adapter_in_model(LoraConfig(r=2, target_modules=names, init_lora_weights=False), model, adapter_name=name)
+        inject_adapter_in_model(
+            LoraConfig(r=2, target_modules=names, init_lora_weights=False), model, adapter_name=name
+        )
     for module in model.modules():
         if isinstance(module, BaseTunerLayer):
             module.set_adapter(["one", "other"])

@@ -13,7 +13,9 @@ KL = {
 def wan():
     from diffusers import AutoencoderKLWan
 
-    return AutoencoderKLWan(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return AutoencoderKLWan(
+        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
 
 
 def wan22():
@@ -28,7 +30,9 @@ def wan22():
 def qwen_image_vae():
     from diffusers import AutoencoderKLQwenImage
 
-    return AutoencoderKLQwenImage(base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4)
+    return AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
+    )
 
 
 def flux_vae():
@@ -85,14 +89,21 @@ def ltx2():
 def hunyuan():
     from diffusers import AutoencoderKLHunyuanVideo
 
-    return AutoencoderKLHunyuanVideo(latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4)
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4
+    )
 
 
 def cogvideox():
     from diffusers import AutoencoderKLCogVideoX
 
     return AutoencoderKLCogVideoX(
-        latent_channels=4, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_height=32, sample_width=48
+        latent_channels=4,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        sample_height=32,
+        sample_width=48,
     )
 
 
@@ -109,7 +120,14 @@ def wan_transformer():
     from diffusers import WanTransformer3DModel
 
     return WanTransformer3DModel(
-        num_layers=2, num_attention_heads=2, attention_head_dim=12, text_dim=8, freq_dim=8, ffn_dim=16, in_channels=4, out_channels=4
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=12,
+        text_dim=8,
+        freq_dim=8,
+        ffn_dim=16,
+        in_channels=4,
+        out_channels=4,
     )
 
 
@@ -139,7 +157,8 @@ def controlnet():
 
     torch.manual_seed(0)
     model = ControlNetModel(
-        **{key: value for key, value in UNET.items() if key != "sample_size"}, conditioning_embedding_out_channels=(4, 8)
+        **{key: value for key, value in UNET.items() if key != "sample_size"},
+        conditioning_embedding_out_channels=(4, 8),
     )
     for conv in (*model.controlnet_down_blocks, model.controlnet_mid_block):
         torch.nn.init.normal_(conv.weight, std=0.1)  # zeros would hide all that comes before
@@ -155,7 +174,14 @@ def mamba():
 def mamba2():
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    sizes = {"hidden_size": 16, "state_size": 8, "num_heads": 4, "head_dim": 8, "n_groups": 2, "chunk_size": 4}
+    sizes = {
+        "hidden_size": 16,
+        "state_size": 8,
+        "num_heads": 4,
+        "head_dim": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+    }
     return Mamba2ForCausalLM(Mamba2Config(num_hidden_layers=2, vocab_size=64, expand=2, **sizes))
 
 
@@ -163,7 +189,13 @@ def bamba():
     """A hybrid: one layer of Mamba-2, one of attention."""
     from transformers import BambaConfig, BambaForCausalLM
 
-    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
+    sizes = {
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 4,
+    }
     return BambaForCausalLM(BambaConfig(
         num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
         attn_layer_indices=[1], **sizes,
@@ -173,7 +205,9 @@ def bamba():
 def falcon_mamba():
     from transformers import FalconMambaConfig, FalconMambaForCausalLM
 
-    return FalconMambaForCausalLM(FalconMambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4))
+    return FalconMambaForCausalLM(
+        FalconMambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=64, state_size=4)
+    )
 
 
 def jamba():
@@ -224,7 +258,9 @@ def call_flux(model):
 
 def call_wan(model):
     text = random(1, 7, 8).to(model.dtype)
-    return model(random(1, 4, 3, 4, 6).to(model.dtype), timestep=torch.tensor([500]), encoder_hidden_states=text).sample
+    return model(
+        random(1, 4, 3, 4, 6).to(model.dtype), timestep=torch.tensor([500]), encoder_hidden_states=text
+    ).sample
 
 
 def call_qwen_image(model):
@@ -236,11 +272,15 @@ def call_qwen_image(model):
 
 
 def call_unet(model):
-    return model(random(2, 4, 8, 8).to(model.dtype), torch.tensor([5]), random(2, 3, 8).to(model.dtype)).sample
+    return model(
+        random(2, 4, 8, 8).to(model.dtype), torch.tensor([5]), random(2, 3, 8).to(model.dtype)
+    ).sample
 
 
 def call_controlnet(model):
-    sample, text, picture = (random(*shape).to(model.dtype) for shape in ((2, 4, 8, 8), (2, 3, 8), (2, 3, 16, 16)))
+    sample, text, picture = (
+        random(*shape).to(model.dtype) for shape in ((2, 4, 8, 8), (2, 3, 8), (2, 3, 16, 16))
+    )
     down, middle = model(sample, torch.tensor([5]), text, picture, return_dict=False)
     return torch.cat([x.flatten() for x in (*down, middle)])
 

@@ -1,4 +1,6 @@
-"""A small Gluon kernel with every name of Gluon that turnout's kernels use: a Triton that compiles it has them all."""
+"""A small Gluon kernel with every name of Gluon that turnout's kernels use: a Triton that compiles it has
+them all.
+"""
 # pyright: basic, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
 # pyright: reportAssignmentType=false
 
@@ -27,7 +29,9 @@ def load_partition(x, tile, ready, count):
 
 @gluon.jit
 def mma_partition(y, tile, ready, count):
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     total = gl.zeros((64, 64), gl.float32, layout)
     matrix = reinterpret(tile, tile.dtype, [64, 64], flat)  # [64, 64]
@@ -46,7 +50,9 @@ def probe(x, y, count, ROWS: gl.constexpr):
     tile = gl.allocate_shared_memory(x.dtype, [ROWS, 64], x.layout)
     ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(ready.index(0), count=1)
-    gl.warp_specialize([(mma_partition, (y, tile, ready, count)), (load_partition, (x, tile, ready, count))], [1], [24])
+    gl.warp_specialize(
+        [(mma_partition, (y, tile, ready, count)), (load_partition, (x, tile, ready, count))], [1], [24]
+    )
 
 
 def probe_launch() -> Launch:

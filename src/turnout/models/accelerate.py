@@ -22,18 +22,20 @@ GRAPHED: set[str] = MODELS | diffusers.GRAPHED
 
 
 def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) -> Report:
-    """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's routes.
+    """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's
+    routes.
 
-    model: a module of diffusers or transformers, a diffusers pipeline, or any `nn.Module`. Models that are known run in channels-last from
-    the first convolution to the last, their weights included, with norm, activation, bias and residual fused; of others the single layers
-    are routed. Models inside `torch.compile`, DDP, FSDP or peft are found there.
-    Whatever is done to a part of the model, before or after (hooks, offloading, casting, LoRA, caches, parametrisations), its results are
-    those of the stock model: such a part runs the stock code.
-    `numerics="exact"` keeps every bit of the stock model, `None` leaves it to `turnout.numerics` at the time of a call.
+    model: a module of diffusers or transformers, a diffusers pipeline, or any `nn.Module`. Models that are
+    known run in channels-last from the first convolution to the last, their weights included, with norm,
+    activation, bias and residual fused; of others the single layers are routed. Models inside
+    `torch.compile`, DDP, FSDP or peft are found there. Whatever is done to a part of the model, before or
+    after (hooks, offloading, casting, LoRA, caches, parametrisations), its results are
+    those of the stock model: such a part runs the stock code. `numerics="exact"` keeps every bit of the stock
+    model, `None` leaves it to `turnout.numerics` at the time of a call.
     graph: on a CUDA device, calls of a known model that come again are captured in a CUDA graph and replayed,
-    from the third on, until something changes that a graph would not see (docs/guides/cuda-graphs.md). It costs the
-    memory that a call works in, for as long as the graph is kept; `restore` frees it.
-    Returns a report; warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
+    from the third on, until something changes that a graph would not see (docs/guides/cuda-graphs.md). It
+    costs the memory that a call works in, for as long as the graph is kept; `restore` frees it. Returns a
+    report; warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
 
     >>> import torch, turnout
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
@@ -81,12 +83,19 @@ def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: R
         if made is not None and made.adapter.channels_last:
             channels_last += (f"{inner}.",)
         if made is not None and made.adapter.inside is not None and isinstance(instance, nn.Module):
-            within |= {id(each): within.get(id(each)) or entry.path or "model" for each in bare.read_past(instance, made.adapter.inside)}
+            within |= {
+                id(each): within.get(id(each)) or entry.path or "model"
+                for each in bare.read_past(instance, made.adapter.inside)
+            }
     report.entries += entries
     report.models[path] = _verdict(part, entries)
     report.notes += [f"{path}: {note}" if path else note for note in weights_of(part)]
     untouched = collections.Counter(report.untouched)
-    untouched.update(type(m).__name__ for m in part.modules() if m._parameters and id(m) not in touched and id(m) not in within)
+    untouched.update(
+        type(m).__name__
+        for m in part.modules()
+        if m._parameters and id(m) not in touched and id(m) not in within
+    )
     report.untouched = dict(untouched.most_common())
 
 
@@ -102,7 +111,9 @@ def _graph_part(path: str, part: nn.Module, report: Report) -> None:
         report.notes.append(f"{path or 'model'}: graph=True needs a known model, {name} is none: no graphs")
     elif all(x.device.type not in ENGINES for x in part.parameters()):
         devices = " and ".join(sorted({x.device.type for x in part.parameters()}))
-        report.notes.append(f"{path or 'model'}: on {devices}, CUDA graphs need a CUDA device: no graphs there")
+        report.notes.append(
+            f"{path or 'model'}: on {devices}, CUDA graphs need a CUDA device: no graphs there"
+        )
 
 
 def _verdict(part: nn.Module, entries: list[Entry]) -> str:
@@ -134,8 +145,8 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 
 def restore(model: Any) -> int:
-    """Give every patched instance its own class, and every weight its old layout, back: the model is the stock model again, bit for bit.
-    A distributed model is undone too.
+    """Give every patched instance its own class, and every weight its old layout, back: the model is the
+    stock model again, bit for bit. A distributed model is undone too.
 
     Returns how many instances were patched.
 
@@ -219,7 +230,9 @@ def _adapters(instance: object) -> list[type[patch.Adapter]]:
 
 
 def _refusals(instance: object, adapter: type[patch.Adapter]) -> list[str]:
-    """Every reason against an adapter: others' code in the class, others' modules inside, and the adapter's own."""
+    """Every reason against an adapter: others' code in the class, others' modules inside, and the adapter's
+    own.
+    """
     key = _key(instance, KNOWN)
     if key is not None and adapter is KNOWN[key]:
         said = list(stock.unlike_stock(type(instance), key, adapter))
@@ -232,8 +245,13 @@ def _refusals(instance: object, adapter: type[patch.Adapter]) -> list[str]:
     return list(adapter.refuses(instance))
 
 
-def _patch(instance: object, path: str, numerics: str | None, adapters: list[type[patch.Adapter]], *, relay: bool) -> Entry | None:
-    """Patch one instance by the first of the adapters that does not refuse. None: nothing here is turnout's business."""
+def _patch(
+    instance: object, path: str, numerics: str | None, adapters: list[type[patch.Adapter]], *, relay: bool
+) -> Entry | None:
+    """Patch one instance by the first of the adapters that does not refuse.
+
+    None: nothing here is turnout's business.
+    """
     name = type(instance).__name__
     reasons: list[str] = []
     for adapter in adapters:
@@ -244,7 +262,12 @@ def _patch(instance: object, path: str, numerics: str | None, adapters: list[typ
             said += _taken(instance, adapter)
         if not said:
             patch.apply(instance, adapter, numerics, relay=relay)
-            return Entry(path, name, (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."), fused=adapter in _FUSED)
+            return Entry(
+                path,
+                name,
+                (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."),
+                fused=adapter in _FUSED,
+            )
         reasons += said
     return Entry(path, name, None, tuple(dict.fromkeys(reasons))) if reasons else None
 

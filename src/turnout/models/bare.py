@@ -2,14 +2,15 @@
 
 Only where that cannot be noticed. A module is *bare* if
 
-- its class is one that the adapter knows, not one that was put in its place (LoRA, quantised layers) or made of it (parametrisations,
-  FSDP),
-- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading, casting and caches work by these) or
-  other method of its own; a convolution pads as its adapter knows (seamless pictures are made by `padding_mode = "circular"`),
+- its class is one that the adapter knows, not one that was put in its place (LoRA, quantised layers) or made
+  of it (parametrisations, FSDP),
+- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading,
+  casting and caches work by these) or other method of its own; a convolution pads as its adapter knows
+  (seamless pictures are made by `padding_mode = "circular"`),
 - its weights are plain tensors, on the device and in the dtype of the call.
 
-What follows from a module's state is remembered, and looked up again only when that state has changed. To see whether it has takes 2 to 5
-us of a host's time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
+What follows from a module's state is remembered, and looked up again only when that state has changed. To see
+whether it has takes 2 to 5 us of a host's time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ _PLAIN = (Tensor, nn.Parameter)
 class Inside(NamedTuple):
     """What an adapter does with the modules inside an instance.
 
-    reads: classes of those whose weights it reads, or whose call it leaves out; torch's as they are, others by name.
-    calls: paths of those that it calls as the stock method does, `*` for any part of a path. Whatever is inside them is their own business.
+    reads: classes of those whose weights it reads, or whose call it leaves out; torch's as they are, others
+    by name.
+    calls: paths of those that it calls as the stock method does, `*` for any part of a path. Whatever is
+    inside them is their own business.
     any_dtype: the ops take weights of another dtype than that of x, as the stock modules do.
     padding_modes: of convolutions, that it knows.
     """
@@ -54,7 +57,9 @@ class Inside(NamedTuple):
 
 
 def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype on this device."""
+    """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype
+    on this device.
+    """
     if any(_GLOBAL_HOOKS):
         return False
     key = id(root), id(inside)
@@ -70,7 +75,10 @@ is_bare._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAc
 
 
 class _Watch:
-    """The state of the modules inside one module, and what followed from it. Asked at every call: there is no loop of Python's in it."""
+    """The state of the modules inside one module, and what followed from it.
+
+    Asked at every call: there is no loop of Python's in it.
+    """
 
     def __init__(self, root: nn.Module, inside: Inside, key: tuple[int, int]):
         self.root = weakref.ref(root, lambda _: _watches.pop(key, None))
@@ -79,10 +87,17 @@ class _Watch:
         self.attributes = list(map(vars, self.modules))
         self.lengths = list(map(len, self.attributes))
         self.hooks = [hooks for module in self.modules for hooks in _hooks(module)]
-        self.dicts = [held for m in (root, *self.modules) for held in (m._modules, {} if m is root else m._parameters) if held]
+        self.dicts = [
+            held
+            for m in (root, *self.modules)
+            for held in (m._modules, {} if m is root else m._parameters)
+            if held
+        ]
         self.held = list(_everything(map(dict.values, self.dicts)))
         parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
-        known = all(_known(m, inside.reads) for m in self.modules) and all(type(x) in _PLAIN for x in parameters)
+        known = all(_known(m, inside.reads) for m in self.modules) and all(
+            type(x) in _PLAIN for x in parameters
+        )
         self.convolutions = [m for m in self.modules if isinstance(m, _CONVOLUTIONS)]
         self.padding_modes = list(map(_padding_mode, self.convolutions))
         pads = set(self.padding_modes) <= set(inside.padding_modes)
@@ -101,7 +116,10 @@ class _Watch:
         )
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether nobody looks on, and the weights are on the device of a call and in its dtype. Under autocast ops see to that."""
+        """Whether nobody looks on, and the weights are on the device of a call and in its dtype.
+
+        Under autocast ops see to that.
+        """
         if not self.bare or any(self.hooks):
             return False
         if list(map(_device, self.weights)).count(device) != len(self.weights):
@@ -162,10 +180,16 @@ def _hooks(module: nn.Module) -> list[dict]:
 
 
 def _known(module: nn.Module, reads: tuple[type | str, ...]) -> bool:
-    """Whether a module is of one of these classes: itself, not a class derived from one, but for what `accelerate` puts in front."""
+    """Whether a module is of one of these classes: itself, not a class derived from one, but for what
+    `accelerate` puts in front.
+    """
     patch: Any = vars(type(module)).get("_turnout_patch")
     cls = type(module) if patch is None else patch.base
-    return cls in _CONTAINERS or cls in reads or (cls.__module__.startswith(_LIBRARIES) and cls.__qualname__ in reads)
+    return (
+        cls in _CONTAINERS
+        or cls in reads
+        or (cls.__module__.startswith(_LIBRARIES) and cls.__qualname__ in reads)
+    )
 
 
 _LIBRARIES = ("diffusers.models.", "transformers.models.", "torch.nn.modules.")

@@ -1,5 +1,6 @@
-"""Blocks of diffusion transformers: what stands between their products is one pass each, GELU is part of the product before it, and
-nothing is joined that can be written where it is wanted. Attention is its processor's, see dit.py."""
+"""Blocks of diffusion transformers: what stands between their products is one pass each, GELU is part of the
+product before it, and nothing is joined that can be written where it is wanted. Attention is its processor's,
+see dit.py."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def direct(x: Tensor, *layers: Any) -> bool:
-    """Whether torch's functions may stand for linear layers: no gradient, no tracing, no autocast, and layers that are nothing but their
+    """Whether torch's functions may stand for linear layers: no gradient, no tracing, no autocast, and layers
+    that are nothing but their
     product with x: no hooks, no adapters beside them, no quantised weights."""
     return (
         may_write(x, *(layer.weight for layer in layers))
@@ -31,9 +33,15 @@ def direct(x: Tensor, *layers: Any) -> bool:
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
-    """`gelu(layer(x))` in its tanh form. On a GPU cuBLAS has it in the product's epilogue, for results without gaps; its tanh has the
-    precision of half types. Elsewhere the function behind it is another GELU."""
-    if x.device.type == "cuda" and x.dtype in _HALF and direct(x, layer) and settings.current().numerics != "exact":
+    """`gelu(layer(x))` in its tanh form. On a GPU cuBLAS has it in the product's epilogue, for results
+    without gaps; its tanh has the precision of half types. Elsewhere the function behind it is another
+    GELU."""
+    if (
+        x.device.type == "cuda"
+        and x.dtype in _HALF
+        and direct(x, layer)
+        and settings.current().numerics != "exact"
+    ):
         rows = torch._addmm_activation(  # pyright: ignore[reportPrivateImportUsage]
             layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True
         )
@@ -142,9 +150,18 @@ class Gelu(Adapter):
 
 
 def _fed_forward(
-    feed_forward: Any, norm: Any, x: Tensor, found: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, last_gate: Tensor
+    feed_forward: Any,
+    norm: Any,
+    x: Tensor,
+    found: Tensor,
+    gate: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    last_gate: Tensor,
 ) -> Tensor:
-    """The second half of a block: what attention found is added to x, and what the feed-forward layers make of the norm of that."""
+    """The second half of a block: what attention found is added to x, and what the feed-forward layers make
+    of the norm of that.
+    """
     normed, x = ops.layer_norm_modulate(found, scale, shift, eps=norm.eps, residual=x, gate=gate)
     return ops.gated_add(x, last_gate, feed_forward(normed))
 
@@ -156,10 +173,17 @@ class FluxPosEmbed(Adapter):
         if ids.device.type not in ("cpu", "cuda"):  # not every device has float64
             return super().forward(ids)  # pyright: ignore[reportAttributeAccessIssue]
         sizes = self.axes_dim[: ids.shape[-1]]
-        steps = torch.cat([torch.arange(0, size, 2, dtype=torch.float64, device=ids.device) / size for size in sizes])
-        places = torch.cat([place.expand(-1, size // 2) for place, size in zip(ids.float().split(1, 1), sizes, strict=True)], 1)
+        steps = torch.cat(
+            [torch.arange(0, size, 2, dtype=torch.float64, device=ids.device) / size for size in sizes]
+        )
+        places = torch.cat(
+            [place.expand(-1, size // 2) for place, size in zip(ids.float().split(1, 1), sizes, strict=True)],
+            1,
+        )
         turns = places * (1.0 / self.theta**steps)  # [S, D/2]
-        cos, sin = (table.float().unsqueeze(-1).expand(-1, -1, 2).flatten(1) for table in (turns.cos(), turns.sin()))
+        cos, sin = (
+            table.float().unsqueeze(-1).expand(-1, -1, 2).flatten(1) for table in (turns.cos(), turns.sin())
+        )
         return cos, sin
 
 
@@ -182,9 +206,13 @@ class FluxBlock(Adapter):
             )
         image, *image_modulation = self.norm1(hidden_states, emb=temb)
         text, *text_modulation = self.norm1_context(encoder_hidden_states, emb=temb)
-        image, text = self.attn(hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb)
+        image, text = self.attn(
+            hidden_states=image, encoder_hidden_states=text, image_rotary_emb=image_rotary_emb
+        )
         image = _fed_forward(self.ff, self.norm2, hidden_states, image, *image_modulation)
-        text = _fed_forward(self.ff_context, self.norm2_context, encoder_hidden_states, text, *text_modulation)
+        text = _fed_forward(
+            self.ff_context, self.norm2_context, encoder_hidden_states, text, *text_modulation
+        )
         return _finite(text), image
 
 
@@ -210,7 +238,9 @@ class FluxSingleBlock(Adapter):
         words, x = encoder_hidden_states.shape[1], joined(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
         found = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        x = _finite(ops.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1))))
+        x = _finite(
+            ops.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1)))
+        )
         return x[:, :words], x[:, words:]
 
 
@@ -221,7 +251,9 @@ class QwenImageBlock(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        yield from _needs_bare_norm(instance.img_norm1, instance.img_norm2, instance.txt_norm1, instance.txt_norm2)
+        yield from _needs_bare_norm(
+            instance.img_norm1, instance.img_norm2, instance.txt_norm1, instance.txt_norm2
+        )
 
     def forward(
         self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_hidden_states_mask: Tensor | None, temb: Tensor,
@@ -233,15 +265,26 @@ class QwenImageBlock(Adapter):
                 modulate_index,
             )  # fmt: skip
         shift, scale, gate, last_shift, last_scale, last_gate = self.img_mod(temb).chunk(6, -1)
-        text_shift, text_scale, text_gate, last_text_shift, last_text_scale, last_text_gate = self.txt_mod(temb).chunk(6, -1)
+        text_shift, text_scale, text_gate, last_text_shift, last_text_scale, last_text_gate = self.txt_mod(
+            temb
+        ).chunk(6, -1)
         image, text = self.attn(
             hidden_states=_modulated(self.img_norm1, hidden_states, scale, shift),
             encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_scale, text_shift),
             encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {}),
         )  # fmt: skip
-        image = _fed_forward(self.img_mlp, self.img_norm2, hidden_states, image, gate, last_shift, last_scale, last_gate)
+        image = _fed_forward(
+            self.img_mlp, self.img_norm2, hidden_states, image, gate, last_shift, last_scale, last_gate
+        )
         text = _fed_forward(
-            self.txt_mlp, self.txt_norm2, encoder_hidden_states, text, text_gate, last_text_shift, last_text_scale, last_text_gate
+            self.txt_mlp,
+            self.txt_norm2,
+            encoder_hidden_states,
+            text,
+            text_gate,
+            last_text_shift,
+            last_text_scale,
+            last_text_gate,
         )
         return _finite(text), _finite(image)
 
@@ -249,7 +292,9 @@ class QwenImageBlock(Adapter):
 class WanBlock(Adapter):
     """residual, gate, norm, scale and shift in one pass"""
 
-    inside = Inside(reads=("FP32LayerNorm", nn.LayerNorm, nn.Identity), calls=("attn1", "attn2", "ffn"), any_dtype=True)
+    inside = Inside(
+        reads=("FP32LayerNorm", nn.LayerNorm, nn.Identity), calls=("attn1", "attn2", "ffn"), any_dtype=True
+    )
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -257,14 +302,24 @@ class WanBlock(Adapter):
         if not isinstance(instance.norm2, (nn.LayerNorm, nn.Identity)):
             yield f"norm {type(instance.norm2).__name__}, this adapter needs a layer norm or none"
 
-    def forward(self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
+    def forward(
+        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any
+    ) -> Tensor:
         # [B, 6, C], or one for each token: [B, S, 6, C]
-        shift, scale, gate, last_shift, last_scale, last_gate = (self.scale_shift_table + temb.float()).unbind(-2)
+        shift, scale, gate, last_shift, last_scale, last_gate = (
+            self.scale_shift_table + temb.float()
+        ).unbind(-2)
         x = hidden_states
-        found = self.attn1(ops.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb)
+        found = self.attn1(
+            ops.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb
+        )
         if isinstance(self.norm2, nn.LayerNorm):
-            weight, bias = (None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias))
-            normed, x = ops.layer_norm_modulate(found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate)
+            weight, bias = (
+                None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias)
+            )
+            normed, x = ops.layer_norm_modulate(
+                found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate
+            )
         else:
             normed = x = ops.gated_add(x, gate, found)
         found = self.attn2(normed, encoder_hidden_states, None, None)

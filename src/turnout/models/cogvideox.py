@@ -1,4 +1,6 @@
-"""The video VAE of CogVideoX: norms whose scale and shift come from the latents, a cache for every convolution."""
+"""The video VAE of CogVideoX: norms whose scale and shift come from the latents, a cache for every
+convolution.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from turnout.ops.group_norm_silu.spatial import repeats
 _CONVS = ("CogVideoXCausalConv3d", "CogVideoXSafeConv3d")
 
 
-def _convolved(module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def _convolved(
+    module: Any, x: Tensor, cache: Tensor | None, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The causal convolution of x, and the frames to keep."""
     conv = module.conv
     y = ops.causal_conv3d(
@@ -52,26 +56,49 @@ class SpatialNorm(Adapter):
 
 
 def _scaled(norm: Any, f: Tensor, zq: Tensor, *, silu: bool) -> Tensor:
-    """norm(f) * y(z) + b(z), y and b being linear: a 1x1x1 convolution of repeated pixels is the repeated convolution of each."""
+    """norm(f) * y(z) + b(z), y and b being linear: a 1x1x1 convolution of repeated pixels is the repeated
+    convolution of each.
+    """
     layer, apart = norm.norm_layer, f.shape[2] > 1 and f.shape[2] % 2 == 1  # the first frame stands alone
-    if not all(repeats(size, small, int(apart and i == 0)) for i, (size, small) in enumerate(zip(f.shape[2:], zq.shape[2:], strict=True))):
+    if not all(
+        repeats(size, small, int(apart and i == 0))
+        for i, (size, small) in enumerate(zip(f.shape[2:], zq.shape[2:], strict=True))
+    ):
         zq, apart = _resized(zq, f.shape[2:], apart), False
-    scale, shift = (channels_last(F.conv3d(zq, conv.weight, conv.bias)) for conv in (norm.conv_y.conv, norm.conv_b.conv))
-    return ops.spatial_norm_silu(f, layer.num_groups, layer.weight, layer.bias, scale, shift, eps=layer.eps, silu=silu, first_apart=apart)
+    scale, shift = (
+        channels_last(F.conv3d(zq, conv.weight, conv.bias)) for conv in (norm.conv_y.conv, norm.conv_b.conv)
+    )
+    return ops.spatial_norm_silu(
+        f,
+        layer.num_groups,
+        layer.weight,
+        layer.bias,
+        scale,
+        shift,
+        eps=layer.eps,
+        silu=silu,
+        first_apart=apart,
+    )
 
 
 def _resized(zq: Tensor, size: Any, apart: bool) -> Tensor:
     """The latents at the size of what they scale, as the stock norm makes them."""
     if not apart:
         return F.interpolate(zq, size=size)
-    first, rest = F.interpolate(zq[:, :, :1], size=(1, *size[1:])), F.interpolate(zq[:, :, 1:], size=(size[0] - 1, *size[1:]))
+    first, rest = (
+        F.interpolate(zq[:, :, :1], size=(1, *size[1:])),
+        F.interpolate(zq[:, :, 1:], size=(size[0] - 1, *size[1:])),
+    )
     return torch.cat([first, rest], 2)
 
 
 class ResnetBlock(Adapter):
     """norm with SiLU; cache, bias and residual in the convolution"""
 
-    inside = Inside(reads=(*_CONVS, "CogVideoXSpatialNorm3D", nn.GroupNorm, nn.SiLU, nn.Dropout), calls=("temb_proj", "conv_shortcut"))
+    inside = Inside(
+        reads=(*_CONVS, "CogVideoXSpatialNorm3D", nn.GroupNorm, nn.SiLU, nn.Dropout),
+        calls=("temb_proj", "conv_shortcut"),
+    )
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -79,14 +106,22 @@ class ResnetBlock(Adapter):
         yield from needs_silu(instance.nonlinearity)
 
     def forward(
-        self: Any, inputs: Tensor, temb: Tensor | None = None, zq: Tensor | None = None, conv_cache: dict | None = None
+        self: Any,
+        inputs: Tensor,
+        temb: Tensor | None = None,
+        zq: Tensor | None = None,
+        conv_cache: dict | None = None,
     ) -> tuple[Tensor, dict]:
         if self.training and self.dropout.p > 0:
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportAttributeAccessIssue]
         old, new = conv_cache or {}, {}
         residual = inputs
         if self.in_channels != self.out_channels:
-            residual = self.conv_shortcut(inputs, old.get("conv_shortcut")) if self.use_conv_shortcut else self.conv_shortcut(inputs)
+            residual = (
+                self.conv_shortcut(inputs, old.get("conv_shortcut"))
+                if self.use_conv_shortcut
+                else self.conv_shortcut(inputs)
+            )
             if self.use_conv_shortcut:
                 residual, new["conv_shortcut"] = residual
         x, new["conv1"] = _convolved(self.conv1, _normed(self.norm1, inputs, zq), old.get("conv1"))
@@ -108,7 +143,10 @@ class Upsample(Adapter):
     inside = Inside(reads=(nn.Conv2d,))
 
     def forward(self: Any, inputs: Tensor) -> Tensor:
-        y = as_video(ops.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1), inputs.shape[0])
+        y = as_video(
+            ops.upsample_conv2d(per_frame(inputs), self.conv.weight, self.conv.bias, scale=2, padding=1),
+            inputs.shape[0],
+        )
         frames = inputs.shape[2]
         if not self.compress_time or frames == 1:
             return y

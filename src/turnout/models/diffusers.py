@@ -1,4 +1,7 @@
-"""Which adapter stands before which class of diffusers. Names only: diffusers itself is imported by whoever made the model."""
+"""Which adapter stands before which class of diffusers.
+
+Names only: diffusers itself is imported by whoever made the model.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Attention of diffusion transformers: Flux, Wan and Qwen-Image. Norm, rotation and joining of q and k are one pass.
+"""Attention of diffusion transformers: Flux, Wan and Qwen-Image. Norm, rotation and joining of q and k are
+one pass.
 
-These are attention processors, diffusers' own extension point. A backend that the user chose keeps the attention itself.
+These are attention processors, diffusers' own extension point. A backend that the user chose keeps the
+attention itself.
 """
 
 from __future__ import annotations
@@ -42,11 +44,24 @@ def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     )
 
     backend, parallel = processor._attention_backend, processor._parallel_config
-    if backend is None and parallel is None and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE:
-        if mask is not None and mask.shape == (k.shape[0], k.shape[1]):  # over keys, as diffusers' native backend reads it
+    if (
+        backend is None
+        and parallel is None
+        and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
+    ):
+        if mask is not None and mask.shape == (
+            k.shape[0],
+            k.shape[1],
+        ):  # over keys, as diffusers' native backend reads it
             mask = mask[:, None, None]
-        return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
-    return dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel).flatten(2).to(q.dtype)
+        return (
+            attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
+        )
+    return (
+        dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel)
+        .flatten(2)
+        .to(q.dtype)
+    )
 
 
 def _projected(attn: Any, names: tuple[str, ...], fused: str, x: Tensor, head_dim: int) -> list[Tensor]:
@@ -58,13 +73,18 @@ def _projected(attn: Any, names: tuple[str, ...], fused: str, x: Tensor, head_di
     return [part.unflatten(-1, (-1, head_dim)) for part in parts]
 
 
-def _projected_jointly(attn: Any, text: Tensor, image: Tensor, head_dim: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
+def _projected_jointly(
+    attn: Any, text: Tensor, image: Tensor, head_dim: int
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """q and k of text and image, which `norm_rope` joins, and v of both, joined."""
     if getattr(attn, "fused_projections", False):
         words, pixels = _projected(attn, *_TEXT, text, head_dim), _projected(attn, *_IMAGE, image, head_dim)
         values = torch.cat([words[2], pixels[2]], 1)
     else:
-        words, pixels = _projected(attn, _TEXT[0][:2], "", text, head_dim), _projected(attn, _IMAGE[0][:2], "", image, head_dim)
+        words, pixels = (
+            _projected(attn, _TEXT[0][:2], "", text, head_dim),
+            _projected(attn, _IMAGE[0][:2], "", image, head_dim),
+        )
         values = joined_products(attn.add_v_proj, text, attn.to_v, image).unflatten(-1, (-1, head_dim))
     return (words[0], pixels[0]), (words[1], pixels[1]), values
 
@@ -73,7 +93,8 @@ _IMAGE = ("to_q", "to_k", "to_v"), "to_qkv"
 _TEXT = ("add_q_proj", "add_k_proj", "add_v_proj"), "to_added_qkv"
 
 
-# Everything inside an attention is called, but for the norms of q and k, and products that `joined_products` asks about itself.
+# Everything inside an attention is called, but for the norms of q and k, and products that `joined_products`
+# asks about itself.
 _NORMS_ONLY = Inside(reads=(nn.RMSNorm, "RMSNorm"), calls=("to_*", "add_*"), any_dtype=True)
 
 
@@ -91,14 +112,24 @@ class FluxProcessor(RoutedProcessor):
         k_norms = (attn.norm_added_k, attn.norm_k) if joint else (attn.norm_k,)
         how = _norm(*q_norms, *k_norms, x=hidden_states)
         if how is None or image_rotary_emb is None:
-            return self._routed_stock(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            return self._routed_stock(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
         if encoder_hidden_states is None:
             q, k, v = _projected(attn, *_IMAGE, hidden_states, attn.head_dim)
         else:
             q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, attn.head_dim)
         cos, sin = image_rotary_emb
         q, k = ops.norm_rope_qk(
-            q, k, cos, sin, q_weight=_weights(*q_norms), k_weight=_weights(*k_norms), pairing="interleaved", out_layout="bshd", **how
+            q,
+            k,
+            cos,
+            sin,
+            q_weight=_weights(*q_norms),
+            k_weight=_weights(*k_norms),
+            pairing="interleaved",
+            out_layout="bshd",
+            **how,
         )
         found = _attend(self, q, k, v, attention_mask)
         if not joint:
@@ -118,9 +149,19 @@ class QwenImageProcessor(RoutedProcessor):
     ) -> Any:  # fmt: skip
         norms = (attn.norm_added_q, attn.norm_q, attn.norm_added_k, attn.norm_k)
         how = _norm(*norms, x=hidden_states)
-        if how is None or image_rotary_emb is None or encoder_hidden_states is None or attention_mask is not None:
+        if (
+            how is None
+            or image_rotary_emb is None
+            or encoder_hidden_states is None
+            or attention_mask is not None
+        ):
             return self._routed_stock(
-                attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, attention_mask, image_rotary_emb
+                attn,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                attention_mask,
+                image_rotary_emb,
             )
         words, head_dim = encoder_hidden_states.shape[1], attn.inner_dim // attn.heads
         q, k, v = _projected_jointly(attn, encoder_hidden_states, hidden_states, head_dim)
@@ -154,7 +195,16 @@ class WanProcessor(RoutedProcessor):
         q, k, v = self._qkv(attn, hidden_states, encoder_hidden_states)
         if rotary_emb is not None:
             cos, sin = rotary_emb
-            q, k = ops.norm_rope_qk(q, k, cos, sin, q_weight=attn.norm_q.weight, k_weight=attn.norm_k.weight, pairing="interleaved", **how)
+            q, k = ops.norm_rope_qk(
+                q,
+                k,
+                cos,
+                sin,
+                q_weight=attn.norm_q.weight,
+                k_weight=attn.norm_k.weight,
+                pairing="interleaved",
+                **how,
+            )
         else:
             q = ops.norm_rope(q, weight=attn.norm_q.weight, **how)
             k = ops.norm_rope(k, weight=attn.norm_k.weight, **how)

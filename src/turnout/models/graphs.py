@@ -1,7 +1,7 @@
 """CUDA graphs: of one, the host launches once what it otherwise launches kernel by kernel.
 
-`CudaEngine` captures, and knows the traps of that. `CapturedStep` is a step of a decode stream; calls of whole
-models are in `replays.py`.
+`CudaEngine` captures, and knows the traps of that. `CapturedStep` is a step of a decode stream; calls of
+whole models are in `replays.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from turnout.routing.fallback import values_hidden
 
-# Decodes one latent. What the next one needs replaces what the list held before; the tensors that were in it are not written.
+# Decodes one latent. What the next one needs replaces what the list held before; the tensors that were in it
+# are not written.
 Step = Callable[[Tensor, list], Tensor]
 
 _ONE_CAPTURE = threading.Lock()  # torch allows one at a time in a process
@@ -60,7 +61,8 @@ class CudaEngine:
                 self._return_to(before)
 
     def capture(self, run: Callable[[], Any]) -> Captured:
-        """Capture a run that `run_beside` has seen. A failure leaves no capture behind, and the current stream
+        """Capture a run that `run_beside` has seen. A failure leaves no capture behind, and the current
+        stream
         as it was: the run can be made again, and so can others on the same device."""
         with torch.cuda.device(self.device), _ONE_CAPTURE:
             before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
@@ -116,7 +118,9 @@ class CudaEngine:
         if torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):  # says that what was captured is of no use
                 graph.capture_end()
-        end, release = (getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool"))
+        end, release = (
+            getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool")
+        )
         if end is not None and release is not None:
             with contextlib.suppress(RuntimeError):  # says that it has ended, as it should have
                 end(self.device.index, self._pool)
@@ -125,7 +129,9 @@ class CudaEngine:
 
     def _return_to(self, before: torch.cuda.Stream) -> None:
         torch.cuda.set_stream(before)
-        before.wait_stream(self._beside)  # what was run there is freed now, and others may write to its memory
+        before.wait_stream(
+            self._beside
+        )  # what was run there is freed now, and others may write to its memory
 
 
 # By the type of a device, what captures there.
@@ -133,15 +139,20 @@ ENGINES: dict[str, type[Any]] = {"cuda": CudaEngine}
 
 
 def layouts(cache: list) -> list[Any]:
-    """What a graph takes for granted of every entry. Once a step leaves it unchanged, every later step is the same program."""
+    """What a graph takes for granted of every entry.
+
+    Once a step leaves it unchanged, every later step is the same program.
+    """
     return [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in cache]
 
 
 class CapturedStep:
-    """A step that was captured with this latent's shape and this cache's layouts, to be called with one latent after the other.
+    """A step that was captured with this latent's shape and this cache's layouts, to be called with one
+    latent after the other.
 
-    A graph reads and writes the same addresses at every replay, so the latent is copied into a buffer, and the caches into theirs at the
-    end of a step; the list is given these buffers. What is returned lies in a buffer too: use it, or copy it, before the next call.
+    A graph reads and writes the same addresses at every replay, so the latent is copied into a buffer, and
+    the caches into theirs at the end of a step; the list is given these buffers. What is returned lies in a
+    buffer too: use it, or copy it, before the next call.
 
     Nobody can tell how much of an interrupted call has run on the card. Whoever calls this takes the caches
     for lost until it has returned, and after a failure fills the buffers by `load`. That suffices: a replay
@@ -187,7 +198,9 @@ class CapturedStep:
     def __call__(self, latent: Tensor) -> Tensor:
         given, needed = (f"{list(x.shape)} of {x.dtype} on {x.device}" for x in (latent, self.latent))
         if given != needed:
-            raise ValueError(f"a latent {given}; this stream was captured with {needed}, another clip needs another stream")
+            raise ValueError(
+                f"a latent {given}; this stream was captured with {needed}, another clip needs another stream"
+            )
         self.latent.copy_(latent)
         self._replay()
         return self.frames

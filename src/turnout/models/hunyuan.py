@@ -1,4 +1,6 @@
-"""The video VAE of HunyuanVideo: group norms over the whole clip, edges repeated in time and space, attention that is causal by frames."""
+"""The video VAE of HunyuanVideo: group norms over the whole clip, edges repeated in time and space, attention
+that is causal by frames.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,23 @@ _CONV = "HunyuanVideoCausalConv3d"
 
 
 def _plain_conv(conv: nn.Conv3d, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    return ops.conv3d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)
+    return ops.conv3d(
+        x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual
+    )
 
 
-def _convolved(module: Any, x: Tensor, norm: nn.GroupNorm | None = None, residual: Tensor | None = None) -> Tensor:
+def _convolved(
+    module: Any, x: Tensor, norm: nn.GroupNorm | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The convolution of x, or of SiLU of its norm, with repeated edges around it."""
     padding = module.time_causal_padding
     if norm is None:
         wide, _, high, _, before, _ = padding
         whole = bordered(x, Border(before, 0, (high, wide)), lambda out: x if out is None else out.copy_(x))
     else:
-        whole = ops.group_norm_silu_pad(x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps)
+        whole = ops.group_norm_silu_pad(
+            x, norm.num_groups, norm.weight, norm.bias, padding=padding, eps=norm.eps
+        )
     return _plain_conv(module.conv, whole, residual)
 
 
@@ -94,13 +102,16 @@ class MidBlock(Adapter):
 
     splits = True
     inside = Inside(
-        reads=("Attention", nn.GroupNorm), calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out")))
+        reads=("Attention", nn.GroupNorm),
+        calls=("resnets", *(f"attentions.*.{name}" for name in ("to_q", "to_k", "to_v", "to_out"))),
     )
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         for attn in instance.attentions:
-            if attn is not None and (not attn.residual_connection or attn.rescale_output_factor != 1.0 or attn.norm_q is not None):
+            if attn is not None and (
+                not attn.residual_connection or attn.rescale_output_factor != 1.0 or attn.norm_q is not None
+            ):
                 yield "attention without residual, or scaled, or with normed queries, this adapter needs a plain one"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -121,7 +132,10 @@ def _attended(attn: Any, x: Tensor) -> Tensor:
     norm = attn.group_norm
     normed = ops.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=False)
     tokens = normed.permute(0, 2, 3, 4, 1).flatten(1, 3)  # [B, T*H*W, C]
-    q, k, v = (project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
+    q, k, v = (
+        project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+        for project in (attn.to_q, attn.to_k, attn.to_v)
+    )
     size, found = height * width, []
     for t in range(frames):
         seen = slice(0, (t + 1) * size)
@@ -134,7 +148,9 @@ class Coder(Adapter):
     """channels-last from the first convolution to the last"""
 
     channels_last = True
-    inside = Inside(reads=(_CONV, nn.Conv3d, nn.GroupNorm, nn.SiLU), calls=("mid_block", "up_blocks", "down_blocks"))
+    inside = Inside(
+        reads=(_CONV, nn.Conv3d, nn.GroupNorm, nn.SiLU), calls=("mid_block", "up_blocks", "down_blocks")
+    )
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

@@ -21,7 +21,9 @@ def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
 
 
 def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    return ops.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual)  # pyright: ignore
+    return ops.conv2d(
+        x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual
+    )  # pyright: ignore
 
 
 class ResnetBlock(Adapter):
@@ -39,7 +41,9 @@ class ResnetBlock(Adapter):
         if instance.output_scale_factor != 1.0:
             yield f"output scale {instance.output_scale_factor}, this adapter needs 1"
 
-    def forward(self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self.training and self.dropout.p > 0:
             return super().forward(input_tensor, temb, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         x = _conv(self.conv1, norm_silu(self.norm1, input_tensor))
@@ -63,7 +67,9 @@ class Upsample(Adapter):
         elif _upsampled(instance).kernel_size != (3, 3) or _upsampled(instance).padding != (1, 1):
             yield f"kernel {_upsampled(instance).kernel_size}, this adapter needs 3 x 3 with padding 1"
 
-    def forward(self: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(
+        self: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         if self.norm is not None or output_size is not None:
             return super().forward(hidden_states, output_size, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         conv = _upsampled(self)
@@ -138,7 +144,10 @@ class AttentionProcessor(RoutedProcessor):
             return self._routed_stock(attn, x, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
         tokens = norm_silu(attn.group_norm, x, silu=False).flatten(2).transpose(1, 2)  # [B, H*W, C]
         heads = (attn.heads, -1)
-        q, k, v = (project(tokens).unflatten(2, heads).transpose(1, 2) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = (
+            project(tokens).unflatten(2, heads).transpose(1, 2)
+            for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
         found = attn.to_out[1](attn.to_out[0](attend(q, k, v).transpose(1, 2).flatten(2)))
         found = found.transpose(1, 2).unflatten(2, x.shape[2:])
         return found + x if attn.residual_connection else found

@@ -1,4 +1,7 @@
-"""Single layers of any model: convolutions, group norms, attention. What a model gets that is not known by name."""
+"""Single layers of any model: convolutions, group norms, attention.
+
+What a model gets that is not known by name.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,9 @@ class GroupNorm(Adapter):
         stock = is_torch(self, GROUP_NORM_SILU, input)
         if stock is None:
             stock = learn(self, ops.group_norm_silu, *args, eps=self.eps, silu=False)
-        return F.group_norm(*args, self.eps) if stock else ops.group_norm_silu(*args, eps=self.eps, silu=False)
+        return (
+            F.group_norm(*args, self.eps) if stock else ops.group_norm_silu(*args, eps=self.eps, silu=False)
+        )
 
 
 class Attention(Routed):

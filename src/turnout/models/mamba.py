@@ -1,8 +1,10 @@
-"""Mamba, Mamba-2 and the hybrids built on them: the stock forward of a mixer, with the functions it calls bound to turnout's.
+"""Mamba, Mamba-2 and the hybrids built on them: the stock forward of a mixer, with the functions it calls
+bound to turnout's.
 
-These models find their convolution and their scan among the globals of their module, under the names of the packages that have fast
-ones. A patched mixer runs the same code with other globals; the module keeps its own. A step of decoding is bound by the host: Mamba's has
-a forward of its own, six launches where the stock one has fifty.
+These models find their convolution and their scan among the globals of their module, under the names of the
+packages that have fast ones. A patched mixer runs the same code with other globals; the module keeps its own.
+A step of decoding is bound by the host: Mamba's has a forward of its own, six launches where the stock one
+has fifty.
 """
 
 from __future__ import annotations
@@ -30,13 +32,21 @@ def _conv(
     hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
     **unused: Any,
 ) -> Any:  # fmt: skip
-    return ops.causal_conv1d(hidden_states, weight, bias, activation=_ACTIVATIONS[activation], seq_idx=seq_idx)
+    return ops.causal_conv1d(
+        hidden_states, weight, bias, activation=_ACTIVATIONS[activation], seq_idx=seq_idx
+    )
 
 
 def _conv_update(
-    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
 ) -> Tensor:
-    return ops.causal_conv1d_update(hidden_states, conv_state, weight, bias, activation=_ACTIVATIONS[activation])
+    return ops.causal_conv1d_update(
+        hidden_states, conv_state, weight, bias, activation=_ACTIVATIONS[activation]
+    )
 
 
 def _scan(
@@ -44,7 +54,16 @@ def _scan(
     delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **unused: Any,
 ) -> Any:  # fmt: skip
     return ops.selective_scan(
-        hidden_states, dt, A, B, C, D=D, z=z, dt_bias=delta_bias, dt_softplus=delta_softplus, return_final_state=return_last_state
+        hidden_states,
+        dt,
+        A,
+        B,
+        C,
+        D=D,
+        z=z,
+        dt_bias=delta_bias,
+        dt_softplus=delta_softplus,
+        return_final_state=return_last_state,
     )
 
 
@@ -82,7 +101,9 @@ class Mixer(Adapter):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden_states = args[0] if args else kwargs["hidden_states"]
-        differentiable_step = hidden_states.shape[1] == 1 and torch.is_grad_enabled()  # ops that write states in place have no backward
+        differentiable_step = (
+            hidden_states.shape[1] == 1 and torch.is_grad_enabled()
+        )  # ops that write states in place have no backward
         if differentiable_step or _hooked(self._modules.values()):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if torch.compiler.is_compiling():
@@ -95,13 +116,17 @@ def _is_stock(owner: type) -> bool:
 
 
 def rebound(forward: Callable[..., Any], *, frozen: bool = False) -> Callable[..., Any] | None:
-    """A mixer's own forward with FUNCTIONS among its globals, its decorators kept; None where it knows none of them."""
+    """A mixer's own forward with FUNCTIONS among its globals, its decorators kept; None where it knows none
+    of them.
+    """
     found = Rebinder(lambda name, value: FUNCTIONS.get(name), follow=False, frozen=frozen).rebind(forward)
     return None if found is None else found.function
 
 
 def _hooked(parts: Iterable[Any]) -> bool:
-    """Whether weights are moved in by hooks: the stock forward knows how, where it reads them past their modules."""
+    """Whether weights are moved in by hooks: the stock forward knows how, where it reads them past their
+    modules.
+    """
     return any("_hf_hook" in part.__dict__ for part in parts if part is not None)
 
 
@@ -110,19 +135,38 @@ class SelectiveMixer(Mixer):
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         held = _held(self, *args, **kwargs)
-        return super().forward(*args, **kwargs) if held is None else _step(self, args[0] if args else kwargs["hidden_states"], *held)
+        return (
+            super().forward(*args, **kwargs)
+            if held is None
+            else _step(self, args[0] if args else kwargs["hidden_states"], *held)
+        )
 
 
 def _held(
-    mixer: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **unused: Any
+    mixer: Any,
+    hidden_states: Tensor,
+    cache_params: Any = None,
+    attention_mask: Tensor | None = None,
+    **unused: Any,
 ) -> tuple[Tensor, Tensor] | None:
-    """The states of the convolution and of the scan where this call is a plain step of decoding; None where the stock forward is to run."""
-    if cache_params is None or hidden_states.shape[1] != 1 or attention_mask is not None or torch.is_grad_enabled():
+    """The states of the convolution and of the scan where this call is a plain step of decoding; None where
+    the stock forward is to run.
+    """
+    if (
+        cache_params is None
+        or hidden_states.shape[1] != 1
+        or attention_mask is not None
+        or torch.is_grad_enabled()
+    ):
         return None
     if torch.compiler.is_dynamo_compiling() or autocasts(hidden_states.device.type):
         return None
     layer, dt_proj = cache_params.layers[mixer.layer_idx], mixer.dt_proj
-    if not layer.has_previous_state[0] or layer.record_past or dt_proj.weight.dtype is not hidden_states.dtype:
+    if (
+        not layer.has_previous_state[0]
+        or layer.record_past
+        or dt_proj.weight.dtype is not hidden_states.dtype
+    ):
         return None
     return None if _hooked((mixer.conv1d, dt_proj)) else (layer.conv_states[0], layer.recurrent_states[0])
 
@@ -136,7 +180,9 @@ def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) 
     if "dt_layernorm" in mixer._modules:  # Falcon Mamba and Jamba
         dt, into, out = mixer.dt_layernorm(dt), mixer.b_layernorm(into), mixer.c_layernorm(out)
     dt = F.linear(dt, dt_proj.weight)
-    y = SELECTIVE_SCAN_UPDATE(inner, state, dt, mixer.A_log, into, out, mixer.D, gate, dt_proj.bias, True, True)
+    y = SELECTIVE_SCAN_UPDATE(
+        inner, state, dt, mixer.A_log, into, out, mixer.D, gate, dt_proj.bias, True, True
+    )
     return mixer.out_proj(y).unsqueeze(1)
 
 
@@ -145,6 +191,10 @@ class RMSNorm(Adapter):
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        if hidden_states.is_cuda and hidden_states.numel() <= _ALL_LAUNCH and weight.dtype is hidden_states.dtype:
+        if (
+            hidden_states.is_cuda
+            and hidden_states.numel() <= _ALL_LAUNCH
+            and weight.dtype is hidden_states.dtype
+        ):
             return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
         return ops.rms_norm_silu(hidden_states, weight, eps=self.variance_epsilon, dim=-1, silu=False)

@@ -1,14 +1,18 @@
 """One instance takes another route: its class becomes a subclass of itself, and back.
 
-Nothing else of the instance changes, so `state_dict`, `__dict__`, hooks and devices are what they were, `isinstance` still holds, and
-undoing it is assigning the old class. No class or module is ever written to: other instances do not notice. The one exception is where
-the weight of a convolution lies in memory: channels-last while its model runs so, for else every call would have to copy it.
+Nothing else of the instance changes, so `state_dict`, `__dict__`, hooks and devices are what they were,
+`isinstance` still holds, and undoing it is assigning the old class. No class or module is ever written to:
+other instances do not notice. The one exception is where
+the weight of a convolution lies in memory: channels-last while its model runs so, for else every call would
+have to copy it.
 
 The bare-child rule
 -------------------
-An adapter is fast because it reads the weights of the modules inside instead of calling them. It may do so only where that cannot be
-noticed: where each of them is *bare* (`bare.py`). That is asked at every call, of every adapter, here. Where one is not, the stock method
-runs, which calls them all. So whatever a user does to a part of a model, its results are those of the stock model.
+An adapter is fast because it reads the weights of the modules inside instead of calling them. It may do so
+only where that cannot be
+noticed: where each of them is *bare* (`bare.py`). That is asked at every call, of every adapter, here. Where
+one is not, the stock method runs, which calls them all. So whatever a user does to a part of a model, its
+results are those of the stock model.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from turnout.routing import settings
 
 
 class Patch(NamedTuple):
-    """What a patched instance is: its own class, the adapter in front of it, the numerics level its calls are held to, and whether its
-    weight was laid out anew."""
+    """What a patched instance is: its own class, the adapter in front of it, the numerics level its calls are
+    held to, and whether its weight was laid out anew."""
 
     base: type
     adapter: type[Adapter]
@@ -41,13 +45,15 @@ class Patch(NamedTuple):
 
 
 class Adapter:
-    """The methods of an adapter stand before those of the class it is put in front of; `super()` is the stock behaviour.
+    """The methods of an adapter stand before those of the class it is put in front of; `super()` is the stock
+    behaviour.
 
-    `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every bit of the stock output as
-    long as the ops it calls do; `channels_last` that all convolutions inside see their input so, and are to have their weights so too.
-    `inside` says which modules inside the adapter calls and which it reads past (None: it has nothing to do with modules inside). Its
-    methods run only while the latter are bare, else those of the stock class do. `splits`: in a distributed model,
-    where it sees a part of each frame, it gathers what it needs by itself.
+    `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every
+    bit of the stock output as long as the ops it calls do; `channels_last` that all convolutions inside see
+    their input so, and are to have their weights so too. `inside` says which modules inside the adapter calls
+    and which it reads past (None: it has nothing to do with modules inside). Its methods run only while the
+    latter are bare, else those of the stock class do. `splits`: in a distributed model, where it sees a part
+    of each frame, it gathers what it needs by itself.
     """
 
     exact = False
@@ -126,7 +132,10 @@ def undo(instance: Any) -> bool:
 
 
 def _without(cls: type) -> type:
-    """A class without the adapter in it. What has come in front of it since (FSDP, a parametrisation) stays."""
+    """A class without the adapter in it.
+
+    What has come in front of it since (FSDP, a parametrisation) stays.
+    """
     if "_turnout_patch" in vars(cls):
         return cls._turnout_patch.base  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(cls, "_turnout_patch"):
@@ -143,23 +152,33 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def can_relay(instance: object) -> bool:
-    """Whether an instance is a convolution whose weight is a plain tensor in memory of its own that lies in another order than
-    channels-last, and kernels for its device and dtype like that one."""
-    if not isinstance(instance, nn.Conv2d | nn.Conv3d) or "weight" not in instance._parameters or "forward" in vars(instance):
+    """Whether an instance is a convolution whose weight is a plain tensor in memory of its own that lies in
+    another order than channels-last, and kernels for its device and dtype like that one."""
+    if (
+        not isinstance(instance, nn.Conv2d | nn.Conv3d)
+        or "weight" not in instance._parameters
+        or "forward" in vars(instance)
+    ):
         return False
     weight = instance.weight.data
     plain = type(weight) is Tensor and weight.device.type != "meta" and not weight.is_inference()
-    if not plain or not likes_channels_last(weight) or weight.untyped_storage().nbytes() != weight.nbytes:  # a part of FSDP's memory
+    if (
+        not plain or not likes_channels_last(weight) or weight.untyped_storage().nbytes() != weight.nbytes
+    ):  # a part of FSDP's memory
         return False
     return weight.is_contiguous() and not weight.is_contiguous(memory_format=_LAST[weight.dim()])
 
 
 def likes_channels_last(x: Tensor) -> bool:
-    """oneDNN's float32 kernels are no faster with channels last (a small Wan decode on a CPU: 1.0x of stock, 1.3x as it comes)."""
+    """oneDNN's float32 kernels are no faster with channels last (a small Wan decode on a CPU: 1.0x of stock,
+    1.3x as it comes).
+    """
     return x.device.type != "cpu" or x.dtype is not torch.float32
 
 
-_classes: weakref.WeakValueDictionary[tuple, type] = weakref.WeakValueDictionary()  # as long as they have instances
+_classes: weakref.WeakValueDictionary[tuple, type] = (
+    weakref.WeakValueDictionary()
+)  # as long as they have instances
 
 
 def _in_front(base: type, adapter: type, numerics: str | None, relaid: bool = False) -> type:
@@ -193,9 +212,10 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
 class _Alike(type):
     """A class that equals the one it was made of, and hashes as that one does.
 
-    diffusers tells processors apart by `processor.__class__ in CROSS_ATTENTION_PROCESSORS`, by tables from a class to what it needs of
-    one, and so do others: they find what they find of a stock model. Not while torch.compile traces: it looks for a class in the order
-    of its parents by `==`.
+    diffusers tells processors apart by `processor.__class__ in CROSS_ATTENTION_PROCESSORS`, by tables from a
+    class to what it needs of
+    one, and so do others: they find what they find of a stock model. Not while torch.compile traces: it looks
+    for a class in the order of its parents by `==`.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -215,7 +235,9 @@ def _made_of(cls: type) -> type:
 
 
 def _metaclass(base: type) -> type:
-    """Of the classes put in front of this one: modules are found by `isinstance`, and compilers know their classes."""
+    """Of the classes put in front of this one: modules are found by `isinstance`, and compilers know their
+    classes.
+    """
     if issubclass(base, nn.Module):
         return type(base)
     return _Alike if type(base) is type else type(_Alike.__name__, (_Alike, type(base)), {})
@@ -228,8 +250,13 @@ def methods_of(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
             yield from ((name, value) for name, value in vars(owner).items() if inspect.isfunction(value))
 
 
-def _where_bare(inside: Inside, method: Callable[..., Any], stock: Callable[..., Any], *, of_argument: bool) -> Callable[..., Any]:
-    """The method while all modules that it reads past are bare, else the stock one. Attention processors are given the module."""
+def _where_bare(
+    inside: Inside, method: Callable[..., Any], stock: Callable[..., Any], *, of_argument: bool
+) -> Callable[..., Any]:
+    """The method while all modules that it reads past are bare, else the stock one.
+
+    Attention processors are given the module.
+    """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         root = self if not of_argument else args[0] if args else kwargs["attn"]
@@ -245,7 +272,9 @@ def _where_bare(inside: Inside, method: Callable[..., Any], stock: Callable[...,
 
 def _seen_as(stock: Any, method: Any) -> Any:
     """A method with the stock signature: diffusers looks there for what a block or a processor takes."""
-    seen = types.FunctionType(method.__code__, method.__globals__, stock.__name__, method.__defaults__, method.__closure__)
+    seen = types.FunctionType(
+        method.__code__, method.__globals__, stock.__name__, method.__defaults__, method.__closure__
+    )
     seen.__kwdefaults__, seen.__doc__ = method.__kwdefaults__, stock.__doc__
     seen.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
     return seen
@@ -260,7 +289,9 @@ def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _show_to_caches(base: type, cls: type) -> None:
-    """diffusers keeps what its caches need to know of a block or a processor by class: a patched one is known as its own class is."""
+    """diffusers keeps what its caches need to know of a block or a processor by class: a patched one is known
+    as its own class is.
+    """
     if "diffusers" not in sys.modules or not base.__module__.startswith("diffusers."):
         return
     from diffusers.hooks import _helpers as helpers

@@ -55,9 +55,9 @@ _copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_
 class Arguments:
     """The arguments of a call: a key that is equal for calls alike, and what a graph replaces.
 
-    tensors: those that are copied into a graph, each once. caches: objects that a call goes on with and writes
-    to. The tensors of small ones are among `tensors`, at `carried`, and are copied back; those of large ones,
-    `states`, are read and written where they lie.
+    tensors: those that are copied into a graph, each once. caches: objects that a call goes on with and
+    writes to. The tensors of small ones are among `tensors`, at `carried`, and are copied back; those of
+    large ones, `states`, are read and written where they lie.
     """
 
     def __init__(self, args: tuple, kwargs: dict[str, Any], device: torch.device):
@@ -139,7 +139,9 @@ class Arguments:
             if _is_cache(value):
                 caches.append(value if id(value) in self._in_place else copy.deepcopy(value, memo))
                 return caches[-1]
-            return cls(*map(replaced, value)) if isinstance(value, tuple) and hasattr(cls, "_fields") else value
+            return (
+                cls(*map(replaced, value)) if isinstance(value, tuple) and hasattr(cls, "_fields") else value
+            )
 
         return replaced(self.args), replaced(self.kwargs), caches
 
@@ -193,7 +195,9 @@ class Distinct:
             layout = zip(x.shape, x.stride(), strict=True)
             sizes = [1 if stride == 0 else size for size, stride in layout]
             reach = 1
-            for stride, size in sorted((n, size) for n, size in zip(x.stride(), sizes, strict=True) if size > 1):
+            for stride, size in sorted(
+                (n, size) for n, size in zip(x.stride(), sizes, strict=True) if size > 1
+            ):
                 if stride < reach:
                     given = f"a tensor {list(x.shape)} of strides {list(x.stride())}"
                     raise Refused(f"{given}, which overlaps itself")
@@ -270,14 +274,18 @@ class Outputs:
             return "sequence", cls, *map(self._describe, value)
         if isinstance(value, dict) and (cls is dict or dataclasses.is_dataclass(value)):
             return "mapping", cls, *((name, self._describe(each)) for name, each in value.items())
-        raise Refused(f"it returns a {cls.__name__}, graphs need tensors, plain values and containers of them")
+        raise Refused(
+            f"it returns a {cls.__name__}, graphs need tensors, plain values and containers of them"
+        )
 
     def is_like(self, other: Outputs) -> bool:
         return self.spec == other.spec and self.layouts == other.layouts
 
     def allocated(self) -> list[Tensor]:
         """Memory for the tensors of one call."""
-        return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in self.tensors]
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in self.tensors
+        ]
 
     def copy_to(self, tensors: list[Tensor]) -> None:
         """Give a caller what is in the tensors."""
@@ -450,8 +458,8 @@ class Replays:
             self.eager[reason] += 1
 
     def _without_graphs(self, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The call as it would be without graphs. If memory runs out, which graphs hold some of, they go and it
-        is made again; not with a cache, which it may have written to."""
+        """The call as it would be without graphs. If memory runs out, which graphs hold some of, they go and
+        it is made again; not with a cache, which it may have written to."""
         try:
             return run(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -459,7 +467,9 @@ class Replays:
                 raise
             with self._lock:
                 self._drop_graphs()
-            self._warn("turnout: out of memory in a call without a graph: the graphs of this model were freed")
+            self._warn(
+                "turnout: out of memory in a call without a graph: the graphs of this model were freed"
+            )
         return run(*args, **kwargs)
 
     def _device(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
@@ -543,7 +553,9 @@ class Replays:
                 if not all(map(torch.equal, states, _random_states(call.device))):
                     raise Refused("it draws random numbers")
                 if not call.is_same_after():
-                    raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
+                    raise Refused(
+                        "it changes a container among its arguments, or a cache grows, moves or counts"
+                    )
                 if before != versions():
                     raise Refused("it writes into an argument")
                 self._note(key, _SEEN)
@@ -552,8 +564,8 @@ class Replays:
         return result
 
     def _capture(self, model: nn.Module, run: Callable[..., Any], call: Arguments, key: Any) -> Any:
-        """The second call of its kind: run on copies of its inputs, and captured. Raises `Refused` where it is
-        to run as it would without graphs, and has not run."""
+        """The second call of its kind: run on copies of its inputs, and captured. Raises `Refused` where it
+        is to run as it would without graphs, and has not run."""
         snapshot = self._prepared(model, call.device)
         try:
             self._make_room()
@@ -651,7 +663,9 @@ class Replays:
         if len(held) < MOST_GRAPHS:
             return
         if self._wasted >= MOST_GRAPHS:
-            raise Refused("too many kinds of calls: is a number, or a tensor on the host, another one each time?")
+            raise Refused(
+                "too many kinds of calls: is a number, or a tensor on the host, another one each time?"
+            )
         self._engine.drain()
         oldest: Any = self._known.pop(held[0])  # `_look_up` moves what is used to the end
         self._wasted = 0 if oldest.replayed else self._wasted + 1

@@ -14,8 +14,8 @@ LINES = 20  # of a summary: it fits a screen
 class Entry(NamedTuple):
     """One instance: where it is in the model, its class, the adapter it got (None: none) and why not.
 
-    fused: the adapter is one of its class, not of its kind of layer. within: the path of the fused part that does its work; empty where
-    there is none. Its own adapter runs where that part must call it.
+    fused: the adapter is one of its class, not of its kind of layer. within: the path of the fused part that
+    does its work; empty where there is none. Its own adapter runs where that part must call it.
     """
 
     path: str
@@ -28,13 +28,22 @@ class Entry(NamedTuple):
 
 @dataclass
 class Report:
-    """What `accelerate` patched, what it did not patch, and why. `print` gives a summary, `details` a line for every part."""
+    """What `accelerate` patched, what it did not patch, and why.
 
-    models: dict[str, str] = field(default_factory=dict)  # path to "AutoencoderKLWan is known" or "... is not known, ..."
+    `print` gives a summary, `details` a line for every part.
+    """
+
+    models: dict[str, str] = field(
+        default_factory=dict
+    )  # path to "AutoencoderKLWan is known" or "... is not known, ..."
     entries: list[Entry] = field(default_factory=list)
-    untouched: dict[str, int] = field(default_factory=dict)  # classes with weights that have no adapter, and how many of each
+    untouched: dict[str, int] = field(
+        default_factory=dict
+    )  # classes with weights that have no adapter, and how many of each
     notes: list[str] = field(default_factory=list)  # what else there is to know of the model
-    graphs: dict[str, Any] = field(default_factory=dict)  # path to what became of its calls, where graphs were asked for
+    graphs: dict[str, Any] = field(
+        default_factory=dict
+    )  # path to what became of its calls, where graphs were asked for
 
     @property
     def patched(self) -> list[Entry]:
@@ -57,7 +66,11 @@ class Report:
         return "\n".join([*self._heads(), *map(_line, self.entries), *self._tail(), *self._graphs(1000)])
 
     def __str__(self) -> str:
-        kinds = [*_kinds("fused", self.fused), *_kinds("routed", self.routed), *_kinds("left alone", self.refused)]
+        kinds = [
+            *_kinds("fused", self.fused),
+            *_kinds("routed", self.routed),
+            *_kinds("left alone", self.refused),
+        ]
         most = LINES - len(self.models) - len(self.notes)
         if len(kinds) > most:
             kinds = [*kinds[:most], f"  and {len(kinds) - most} other kinds, see details()"]
@@ -69,7 +82,9 @@ class Report:
     def _graphs(self, most: int) -> Iterator[str]:
         """What became of the calls of models whose graphs are replayed, up to now."""
         for path, replays in self.graphs.items():
-            yield from (f"  graph of {path or 'model'}: {line}" for line in itertools.islice(replays.lines(), most))
+            yield from (
+                f"  graph of {path or 'model'}: {line}" for line in itertools.islice(replays.lines(), most)
+            )
 
     def _tail(self) -> Iterator[str]:
         if self.untouched:

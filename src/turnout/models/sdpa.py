@@ -103,8 +103,8 @@ _answer: ContextVar[Answer | None] = ContextVar("turnout_attention", default=Non
 
 @contextlib.contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Inside this block `attend` without a mask is `answer(function, q, k, v)`, where `function` is what it would be:
-    how a rank of a split model computes its own rows only."""
+    """Inside this block `attend` without a mask is `answer(function, q, k, v)`, where `function` is what it
+    would be: how a rank of a split model computes its own rows only."""
     token = _answer.set(answer)
     try:
         yield

@@ -84,7 +84,11 @@ class ModelSnapshot:
     def _named(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if not self._parts:
             return list(model.named_modules())
-        return [x for name, part in zip(self._parts, self.parts, strict=True) for x in part.named_modules(prefix=name)]
+        return [
+            x
+            for name, part in zip(self._parts, self.parts, strict=True)
+            for x in part.named_modules(prefix=name)
+        ]
 
     def change(self) -> str | None:
         """The first thing that is not as it was, "<what> was <changed>"; None where all is."""
@@ -103,7 +107,9 @@ class ModelSnapshot:
         assert state is not None
         tensors = list(_everything(map(dict.values, self.tensor_dicts)))
         return (
-            all(getattr(model, name, None) is part for part, name in zip(self.parts, self._parts, strict=True))
+            all(
+                getattr(model, name, None) is part for part, name in zip(self.parts, self._parts, strict=True)
+            )
             and type(model) is self.model_class
             and list(map(type, self.modules)) == self.classes
             and list(_everything(map(dict.values, self.child_dicts))) == self.children
@@ -231,8 +237,8 @@ _MOST_HELD = 100_000  # containers and objects
 class _State:
     """Every attribute of some modules, and what they lead to.
 
-    description: by path, what a value is. tensors: those that are no parameters or buffers. named: the modules,
-    those behind attributes that are no children included. unwatchable: a reason to capture nothing.
+    description: by path, what a value is. tensors: those that are no parameters or buffers. named: the
+    modules, those behind attributes that are no children included. unwatchable: a reason to capture nothing.
     """
 
     def __init__(self, model: nn.Module, named: Iterable[tuple[str, nn.Module]]):
@@ -316,11 +322,18 @@ class _State:
         if isinstance(value, nn.Module):
             self.description[path] = cls, id(value)
             if not seen:
-                inside = [(f"{path}.{inner}" if inner else path, each) for inner, each in value.named_modules()]
-                self.named += [(inner, each) for inner, each in inside if inner == path or id(each) not in self._held]
+                inside = [
+                    (f"{path}.{inner}" if inner else path, each) for inner, each in value.named_modules()
+                ]
+                self.named += [
+                    (inner, each) for inner, each in inside if inner == path or id(each) not in self._held
+                ]
                 self._held.update((id(each), each) for _, each in inside)
             return
-        self.description[path] = cls, len(value) if isinstance(value, dict | list | tuple | set | frozenset) else None
+        self.description[path] = (
+            cls,
+            len(value) if isinstance(value, dict | list | tuple | set | frozenset) else None,
+        )
         if seen:
             return
         if len(self._held) > _MOST_HELD:

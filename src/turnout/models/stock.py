@@ -1,8 +1,9 @@
 """Which stock code an adapter was written for.
 
-An adapter replaces methods of a class, and relies on what the modules do that it reads past. Of all these it has a fingerprint for each
-release it was tried with, in fingerprints.json: a hash of their source, without comments, docstrings and layout. Where upstream has other
-code, or a user's subclass a method of its own, the adapter refuses: what it computes may not be what that code computes.
+An adapter replaces methods of a class, and relies on what the modules do that it reads past. Of all these it
+has a fingerprint for each release it was tried with, in fingerprints.json: a hash of their source, without
+comments, docstrings and layout. Where upstream has other code, or a user's subclass a method of its own, the
+adapter refuses: what it computes may not be what that code computes.
 
 `benchmarks/fingerprints.py` adds the releases that are installed, after trying the models with them.
 """
@@ -46,7 +47,9 @@ def unlike_stock(cls: type, key: str, adapter: type[Adapter]) -> Iterator[str]:
 
 @functools.cache
 def fingerprint(cls: type, adapter: type[Adapter]) -> str | None:
-    """Of the methods that the adapter replaces, and of the classes that it reads past; None where there is no source."""
+    """Of the methods that the adapter replaces, and of the classes that it reads past; None where there is no
+    source.
+    """
     try:
         parts = [_code(getattr(cls, name)) for name in sorted(_replaced(cls, adapter))]
         parts += [_code(each.forward) for each in _read_past(cls, adapter)]
@@ -62,11 +65,15 @@ def _replaced(cls: type, adapter: type[Adapter]) -> set[str]:
 
 
 def _read_past(cls: type, adapter: type[Adapter]) -> Iterator[Any]:
-    """The classes of the library, not torch's, that the adapter reads past, where the module of `cls` has them."""
+    """The classes of the library, not torch's, that the adapter reads past, where the module of `cls` has
+    them.
+    """
     names = () if adapter.inside is None else adapter.inside.reads
     for owner in cls.__mro__:
         module = vars(sys.modules.get(owner.__module__))
-        found = [module[name] for name in names if isinstance(name, str) and inspect.isclass(module.get(name))]
+        found = [
+            module[name] for name in names if isinstance(name, str) and inspect.isclass(module.get(name))
+        ]
         if found:
             yield from found
             return
@@ -77,7 +84,8 @@ def _code(function: Any) -> str:
 
 
 def written_out(node: Any) -> str:
-    """A syntax tree as text, the same in every Python: what is empty is left out, for newer ones have more of that. Docstrings are too.
+    """A syntax tree as text, the same in every Python: what is empty is left out, for newer ones have more of
+    that. Docstrings are too.
 
     >>> import ast
     >>> print(written_out(ast.parse("x = [1]  # one").body[0]))
@@ -87,12 +95,16 @@ def written_out(node: Any) -> str:
         return f"[{' '.join(map(written_out, node))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    fields = {name: value for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"}
+    fields = {
+        name: value for name, value in ast.iter_fields(node) if value not in (None, []) and name != "kind"
+    }
     if isinstance(node, ast.JoinedStr):  # 3.12 makes several parts of some texts
         fields["values"] = _joined(node.values)
     if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
         fields["body"] = fields["body"][1:]
-    return f"{type(node).__name__}({' '.join(f'{name}={written_out(value)}' for name, value in fields.items())})"
+    return (
+        f"{type(node).__name__}({' '.join(f'{name}={written_out(value)}' for name, value in fields.items())})"
+    )
 
 
 def _joined(parts: list[Any]) -> list[Any]:

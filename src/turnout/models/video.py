@@ -1,4 +1,6 @@
-"""What video decoders share: frames kept channels-last, and norms that write straight into the input of the convolution behind them."""
+"""What video decoders share: frames kept channels-last, and norms that write straight into the input of the
+convolution behind them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ Fill = Callable[["Tensor | None"], Tensor]
 
 
 def may_write(*tensors: Tensor) -> bool:
-    """Whether tensors may be written in place: no derivative is wanted, no graph is traced, nothing of torch.func is under way."""
+    """Whether tensors may be written in place: no derivative is wanted, no graph is traced, nothing of
+    torch.func is under way.
+    """
     if torch.compiler.is_compiling() or functorch_level() is not None or forward_ad._current_level >= 0:
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
@@ -28,19 +32,24 @@ def may_write(*tensors: Tensor) -> bool:
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *, padding: tuple[int, int], residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`; and the frames to keep for the
-    next chunk. x and cache stay two tensors: nothing is concatenated, and a chunk of just as many frames becomes the next cache as it is.
+    """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`;
+    and the frames to keep for the next chunk. x and cache stay two tensors: nothing is concatenated, and a
+    chunk of just as many frames becomes the next cache as it is.
     """
     split = splitting()
     if split is not None:
         return split.causal_conv(x, weight, bias, cache, padding, residual)
-    y, kept = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True)
+    y, kept = ops.causal_conv3d(
+        x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True
+    )
     # a view of a few frames would keep all of them alive
     return y, kept.clone() if x.shape[2] > kept.shape[2] and may_write(x) else kept
 
 
 def pixels_of_frame(x: Tensor) -> int:
-    """Of the whole frame, where this rank of a distributed model has a part of it: decisions by size are the same everywhere."""
+    """Of the whole frame, where this rank of a distributed model has a part of it: decisions by size are the
+    same everywhere.
+    """
     split, pixels = splitting(), x.shape[3] * x.shape[4]
     return pixels if split is None else split.pixels_of_frame(x)
 
@@ -56,7 +65,9 @@ def as_video(x: Tensor, batch: int) -> Tensor:
 
 
 class Border(NamedTuple):
-    """What stands around a video before it is convolved: frames that repeat the first and the last one, and pixels at the edges."""
+    """What stands around a video before it is convolved: frames that repeat the first and the last one, and
+    pixels at the edges.
+    """
 
     before: int = 0
     after: int = 0
@@ -65,8 +76,8 @@ class Border(NamedTuple):
 
 
 def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] | None = None) -> Tensor:
-    """The result of `fill` inside a border, channels-last. Where tensors may be written, it is written there in the
-    first place. size: frames, height and width of that result, where they are not those of x."""
+    """The result of `fill` inside a border, channels-last. Where tensors may be written, it is written there
+    in the first place. size: frames, height and width of that result, where they are not those of x."""
     before, after, (high, wide), mode = border
     split = splitting()
     if not may_write(x):
@@ -82,7 +93,9 @@ def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] |
         if split is not None and split.fill_border(body, axis, edge, mode):
             continue
         for i in range(edge):
-            mirrored = (2 * edge - i, edge + length - 2 - i) if mode == "reflect" else (edge, edge + length - 1)
+            mirrored = (
+                (2 * edge - i, edge + length - 2 - i) if mode == "reflect" else (edge, edge + length - 1)
+            )
             body.select(axis, i).copy_(body.select(axis, mirrored[0]))
             body.select(axis, edge + length + i).copy_(body.select(axis, mirrored[1]))
     buffer[:, :, :before] = body[:, :, :1]
@@ -92,10 +105,14 @@ def bordered(x: Tensor, border: Border, fill: Fill, size: tuple[int, int, int] |
     return buffer
 
 
-def repeat_frames(x: Tensor, times: tuple[int, int, int], *, first_apart: bool, out: Tensor | None = None) -> Tensor:
-    """Nearest-neighbour upsampling of `[B, C, T, H, W]`, channels-last: each pixel `times` along time, height and width.
+def repeat_frames(
+    x: Tensor, times: tuple[int, int, int], *, first_apart: bool, out: Tensor | None = None
+) -> Tensor:
+    """Nearest-neighbour upsampling of `[B, C, T, H, W]`, channels-last: each pixel `times` along time, height
+    and width.
 
-    first_apart: the first frame is not repeated in time. out: what to write into, where tensors may be written.
+    first_apart: the first frame is not repeated in time. out: what to write into, where tensors may be
+    written.
     """
     in_space = times[1:]
     parts = [(x[:, :, :1], (1, *in_space)), (x[:, :, 1:], times)] if first_apart else [(x, times)]
@@ -105,7 +122,9 @@ def repeat_frames(x: Tensor, times: tuple[int, int, int], *, first_apart: bool, 
     batch, channels, _, height, width = x.shape
     if out is None:
         frames = sum(part.shape[2] * repeats[0] for part, repeats in parts)
-        out = x.new_empty(batch, frames, height * in_space[0], width * in_space[1], channels).permute(0, 4, 1, 2, 3)
+        out = x.new_empty(batch, frames, height * in_space[0], width * in_space[1], channels).permute(
+            0, 4, 1, 2, 3
+        )
     begin = 0
     for frames, repeats in parts:
         into = out[:, :, begin : begin + frames.shape[2] * repeats[0]]

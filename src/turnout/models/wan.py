@@ -1,7 +1,8 @@
 """The causal video VAE of Wan 2.1 and 2.2, and Qwen-Image's, which has the same parts under other names.
 
-Every convolution keeps its last frames for the next chunk. The list that holds them is the stock model's own, entry by entry, so its
-tiling and slicing keep working; only a stream of large frames keeps those in rings (`frames.py`).
+Every convolution keeps its last frames for the next chunk. The list that holds them is the stock model's own,
+entry by entry, so its tiling and slicing keep working; only a stream of large frames keeps those in rings
+(`frames.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ START = "Rep"  # the stock model's mark: the first frame has passed, the next on
 
 def _norm(norm: Any, x: Tensor, *, silu: bool = True, out: Tensor | None = None) -> Tensor:
     bias = norm.bias if isinstance(norm.bias, Tensor) else None
-    return ops.rms_norm_silu(x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize", out=out)
+    return ops.rms_norm_silu(
+        x, norm.gamma, bias=bias, eps=1e-12, dim=1, silu=silu, style="normalize", out=out
+    )
 
 
 def _padding(conv: Any) -> tuple[int, int]:
@@ -43,7 +46,9 @@ def _padding(conv: Any) -> tuple[int, int]:
     return conv._padding[2], conv._padding[0]
 
 
-def _remembering(conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int], residual: Tensor | None = None) -> Tensor:
+def _remembering(
+    conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int], residual: Tensor | None = None
+) -> Tensor:
     """One convolution behind its own entry of the stock model's list."""
     slot = feat_idx[0]
     cache = None if feat_cache is None else feat_cache[slot]
@@ -66,7 +71,11 @@ class CausalConv(Adapter):
         wide, _, high, _, before, _ = self._padding
         if not (wide or high or before) or not may_write(x, self.weight) or splitting() is not None:
             with_cache = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-            return with_cache(x, cache_x) if wide or high or before else ops.conv3d(x, self.weight, self.bias, self.stride)
+            return (
+                with_cache(x, cache_x)
+                if wide or high or before
+                else ops.conv3d(x, self.weight, self.bias, self.stride)
+            )
         held = 0 if cache_x is None or not before else cache_x.shape[2]
         place = None if not held else (cache_x.shape, cache_x.stride())  # pyright: ignore[reportOptionalMemberAccess]
         shape, strides = _padded_layout(x.shape, x.stride(), place, self._padding)
@@ -86,7 +95,9 @@ class CausalConv(Adapter):
 
 @functools.lru_cache(1024)
 def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
-    """Shape and strides that concatenation and padding would give: a convolution of another layout is not the same bit for bit."""
+    """Shape and strides that concatenation and padding would give: a convolution of another layout is not the
+    same bit for bit.
+    """
     x = torch.empty_strided(shape, strides, device="meta")
     pads = list(padding)
     if cache is not None:
@@ -153,14 +164,18 @@ class Resample(Adapter):
             return self.doubled_in_space(self.doubled_in_time(x, feat_cache, feat_idx))
         if self.mode in ("downsample2d", "downsample3d"):
             conv = self.resample[1]
-            x = as_video(ops.conv2d(F.pad(per_frame(x), (0, 1, 0, 1)), conv.weight, conv.bias, conv.stride), x.shape[0])
+            x = as_video(
+                ops.conv2d(F.pad(per_frame(x), (0, 1, 0, 1)), conv.weight, conv.bias, conv.stride), x.shape[0]
+            )
         if self.mode == "downsample3d" and feat_cache is not None:
             x = self._halved_in_time(x, feat_cache, feat_idx)
         return x
 
     def doubled_in_space(self: Any, x: Tensor, **unused: Any) -> Tensor:
         conv = self.resample[1]
-        return as_video(ops.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0])
+        return as_video(
+            ops.upsample_conv2d(per_frame(x), conv.weight, conv.bias, scale=2, padding=1), x.shape[0]
+        )
 
     def doubled_in_time(self: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
         if self.mode != "upsample3d" or feat_cache is None:
@@ -191,7 +206,13 @@ class ResidualUpBlock(Adapter):
 
     inside = Inside(reads=("DupUp3D",), calls=("resnets", "upsampler"))
 
-    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], first_chunk: bool = False) -> Tensor:  # noqa: B006
+    def forward(
+        self: Any,
+        x: Tensor,
+        feat_cache: list | None = None,
+        feat_idx: list[int] = [0],  # noqa: B006
+        first_chunk: bool = False,
+    ) -> Tensor:
         y = x
         for resnet in self.resnets:
             y = resnet(y, feat_cache=feat_cache, feat_idx=feat_idx)
@@ -201,7 +222,8 @@ class ResidualUpBlock(Adapter):
 
 
 def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> Tensor:
-    """y + shortcut(x), where the shortcut repeats x in time and space, and takes the repeats from neighbouring channels if there are more
+    """y + shortcut(x), where the shortcut repeats x in time and space, and takes the repeats from
+    neighbouring channels if there are more
     of those: channel c of repeat r comes from channel (c * repeats + r) // shortcut.repeats of x."""
     in_time, in_space = shortcut.factor_t, shortcut.factor_s
     spread = (in_time, in_space, in_space)
@@ -212,13 +234,17 @@ def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> Ten
     repeats = x.unflatten(1, (y.shape[1], *each))
     skipped = in_time - 1 if first_chunk else 0
     repeats = repeats.expand(-1, -1, *spread, -1, -1, -1)[:, :, skipped:]
-    places = y.unflatten(4, (-1, in_space)).unflatten(3, (-1, in_space)).unflatten(2, (-1, in_time - skipped))  # [B, C, T, t, H, h, W, w]
+    places = (
+        y.unflatten(4, (-1, in_space)).unflatten(3, (-1, in_space)).unflatten(2, (-1, in_time - skipped))
+    )  # [B, C, T, t, H, h, W, w]
     places.permute(0, 1, 3, 5, 7, 2, 4, 6).add_(repeats)
     return y
 
 
 def _split(spread: tuple[int, ...], before: int, after: int) -> tuple[list[int], int]:
-    """How many of x's channels each repeat axis picks from, and what is left over (1: the shortcut is made of whole repeats)."""
+    """How many of x's channels each repeat axis picks from, and what is left over (1: the shortcut is made of
+    whole repeats).
+    """
     left = before // after if before % after == 0 else 0
     each = []
     for size in spread:
@@ -238,14 +264,22 @@ class Decoder(Adapter):
     def refuses(instance: Any) -> Iterable[str]:
         return needs_silu(instance.nonlinearity)
 
-    def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0], **first: bool) -> Tensor:  # noqa: B006
-        x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
+    def forward(
+        self: Any,
+        x: Tensor,
+        feat_cache: list | None = None,
+        feat_idx: list[int] = [0],  # noqa: B006
+        **first: bool,
+    ) -> Tensor:
+        x = _remembering(
+            self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx
+        )
         x = self.mid_block(x, feat_cache=feat_cache, feat_idx=feat_idx)
         return self._up(list(self._stages(first, x)), x, feat_cache, feat_idx)
 
     def _stages(self: Any, first: dict[str, bool], x: Tensor) -> Iterator[Stage]:
-        """What stands between the middle block and the head. The parts of a block are called one by one: a call of the whole block would
-        keep its input alive to the end."""
+        """What stands between the middle block and the head. The parts of a block are called one by one: a
+        call of the whole block would keep its input alive to the end."""
         blocks = list(self.up_blocks)
         for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
             if not _in_parts(block, x):
@@ -257,9 +291,12 @@ class Decoder(Adapter):
                 yield Stage(resample.doubled_in_time)
                 yield Stage(resample.doubled_in_space, behind if _fits_ring(behind, x) else None, grows=4)
 
-    def _up(self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]) -> Tensor:
-        """The stages and the head. The large ones see few frames at a time: they are causal, so nothing changes but the memory they need,
-        and a piece as long as a cache becomes the cache without being copied. The largest see one, and have a ring instead of caches."""
+    def _up(
+        self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]
+    ) -> Tensor:
+        """The stages and the head. The large ones see few frames at a time: they are causal, so nothing
+        changes but the memory they need, and a piece as long as a cache becomes the cache without being
+        copied. The largest see one, and have a ring instead of caches."""
         plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not autocasts(x.device.type)
         rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
         if rings is not None and not torch.compiler.is_compiling():
@@ -275,14 +312,21 @@ class Decoder(Adapter):
                 if x.shape[2] > most and feat_cache is not None:
                     x, *later = x.split(most, 2)
                     # those that wait do so in memory of their own: a view would keep all of x
-                    waiting += [(i, feat_idx[0], piece.clone() if may_write(piece) else piece) for piece in reversed(later)]
+                    waiting += [
+                        (i, feat_idx[0], piece.clone() if may_write(piece) else piece)
+                        for piece in reversed(later)
+                    ]
                     del later
                 kept = rings.ring(block, x) if rings is not None and alone and grows == 1 else feat_cache
-                x = run(x, feat_cache=kept, feat_idx=feat_idx)  # by name, as stock: hooks of offloading copy lists that have none
+                x = run(
+                    x, feat_cache=kept, feat_idx=feat_idx
+                )  # by name, as stock: hooks of offloading copy lists that have none
             x = _norm(self.norm_out, x)  # what it was made of is free before the convolution needs memory
             if rings is not None and alone:
                 slot = feat_idx[0]
-                y, rings[slot] = convolve_ahead(x, self.conv_out, _padding(self.conv_out), rings[slot], rings.arranged)
+                y, rings[slot] = convolve_ahead(
+                    x, self.conv_out, _padding(self.conv_out), rings[slot], rings.arranged
+                )
             else:
                 y = _remembering(self.conv_out, x, feat_cache, feat_idx)
             parts.append(y)
@@ -290,8 +334,8 @@ class Decoder(Adapter):
 
 
 class Stage(NamedTuple):
-    """A part of a decoder, `run(x, feat_cache=, feat_idx=)`; the block for whose frames there may be a ring, the one behind where the part
-    changes their size; how many times more pixels come out than go in."""
+    """A part of a decoder, `run(x, feat_cache=, feat_idx=)`; the block for whose frames there may be a ring,
+    the one behind where the part changes their size; how many times more pixels come out than go in."""
 
     run: Callable[..., Tensor]
     block: Any = None
@@ -299,7 +343,9 @@ class Stage(NamedTuple):
 
 
 def _in_parts(block: Any, x: Tensor) -> bool:
-    """Whether the parts of a block may be called one by one: nothing is added behind them, nobody looks on, and upsampling may be split."""
+    """Whether the parts of a block may be called one by one: nothing is added behind them, nobody looks on,
+    and upsampling may be split.
+    """
     if hasattr(block, "avg_shortcut") or hooked(block):
         return False
     return all(_ours(resample, Resample, x) for resample in block.upsamplers or ())
@@ -313,11 +359,20 @@ def _ours(part: Any, adapter: type[Adapter], x: Tensor) -> bool:
 
 
 def _fits_ring(block: Any, x: Tensor) -> bool:
-    """Whether all frames that a block keeps are of one size, and all its parts know how to keep them in a ring."""
-    if block is None or not _in_parts(block, x) or not all(_ours(resnet, ResidualBlock, x) for resnet in block.resnets):
+    """Whether all frames that a block keeps are of one size, and all its parts know how to keep them in a
+    ring.
+    """
+    if (
+        block is None
+        or not _in_parts(block, x)
+        or not all(_ours(resnet, ResidualBlock, x) for resnet in block.resnets)
+    ):
         return False
     convolutions = [conv for resnet in block.resnets for conv in (resnet.conv1, resnet.conv2)]
-    alike = all(tuple(conv.weight.shape[:3]) == (conv.in_channels, convolutions[0].in_channels, 3) for conv in convolutions)
+    alike = all(
+        tuple(conv.weight.shape[:3]) == (conv.in_channels, convolutions[0].in_channels, 3)
+        for conv in convolutions
+    )
     return alike and not block.training
 
 
@@ -332,7 +387,9 @@ class Encoder(Adapter):
         return needs_silu(instance.nonlinearity)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
-        x = _remembering(self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx)
+        x = _remembering(
+            self.conv_in, channels_last(x) if likes_channels_last(x) else x, feat_cache, feat_idx
+        )
         for layer in self.down_blocks:
             x = layer(x) if hasattr(layer, "to_qkv") else layer(x, feat_cache=feat_cache, feat_idx=feat_idx)
         x = self.mid_block(x, feat_cache=feat_cache, feat_idx=feat_idx)
@@ -346,7 +403,10 @@ class Autoencoder(Adapter):
 
     def _decode(self: Any, z: Tensor, return_dict: bool = True) -> Any:
         tile = self.spatial_compression_ratio
-        if self.use_tiling and (z.shape[-1] > self.tile_sample_min_width // tile or z.shape[-2] > self.tile_sample_min_height // tile):
+        if self.use_tiling and (
+            z.shape[-1] > self.tile_sample_min_width // tile
+            or z.shape[-2] > self.tile_sample_min_height // tile
+        ):
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -410,17 +470,20 @@ Assumptions = tuple[ModelSnapshot, Conditions]  # what the steps of a clip take 
 
 
 class DecodeStream:
-    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for bit from the decoder on (the
-    convolution of one pixel before it sees all latents of a chunk at once, and may round otherwise for one than for many).
+    """Decodes a video while its latents arrive: the frames of all chunks are those of the whole clip, bit for
+    bit from the decoder on (the convolution of one pixel before it sees all latents of a chunk at once, and
+    may round otherwise for one than for many).
 
-    vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next chunk needs is kept here, not in
-    the model, so one model serves several streams.
+    vae: `AutoencoderKLWan` (2.1 or 2.2) or `AutoencoderKLQwenImage`, stock or accelerated. What the next
+    chunk needs is kept here, not in the model, so one model serves several streams.
 
-    graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one. The first three or four
-    latents are decoded as they would be without it, until the caches of all convolutions are full. A replay costs the host next to
-    nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated, base_dim 32, 240 x 416, bf16).
-    It costs memory: for as long as the stream lives, the caches are held twice, each step copies them once, and what the step works in is
-    reserved for it (426 MiB instead of 210 there). Hooks run when a step is captured, not when replayed.
+    graph: on a CUDA device, capture the step of one latent in a CUDA graph and replay it for every later one.
+    The first three or four latents are decoded as they would be without it, until the caches of all
+    convolutions are full. A replay costs the host next to
+    nothing, which shows where the host is what a step waits for: 8.6 ms became 2.3 on an H200 (accelerated,
+    base_dim 32, 240 x 416, bf16). It costs memory: for as long as the stream lives, the caches are held
+    twice, each step copies them once, and what the step works in is reserved for it (426 MiB instead of 210
+    there). Hooks run when a step is captured, not when replayed.
 
     **Failures.** A call of `decode` that raises leaves the stream as it was before that call, wherever it
     failed and however many of its latents had been decoded: make the same call again for the same frames, or
@@ -471,9 +534,13 @@ class DecodeStream:
 
     def __init__(self, vae: Any, *, graph: bool = False):
         if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
-            raise TypeError(f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do")
+            raise TypeError(
+                f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do"
+            )
         if graph and vae.device.type not in ENGINES:
-            raise ValueError(f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}")
+            raise ValueError(
+                f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}"
+            )
         self.vae, self.graph = vae, graph
         self.captured: CapturedStep | None = None
         self._clip = Clip()

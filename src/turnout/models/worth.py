@@ -1,11 +1,13 @@
 """Which calls of a routed layer are torch's own, because no route is worth its host time there.
 
-To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that, by
-the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its later
+To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that,
+by the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its
+later
 calls like that one: what a layer has learned is a comparison away, 0.6 to 0.9 us. Nothing is measured at run
 time.
 
-What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is forgotten
+What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is
+forgotten
 with the choices of the op: a table changed, a route failed, somebody watches the calls.
 """
 
@@ -30,7 +32,9 @@ ASKING_US = 3.2
 
 _MOST = 16  # kinds of calls that a layer remembers
 
-_WORTH = ("worth",)  # under this an op's dispatch cache holds a mark, as long as what was learned of the op holds
+_WORTH = (
+    "worth",
+)  # under this an op's dispatch cache holds a mark, as long as what was learned of the op holds
 _PLAIN = (Tensor, nn.Parameter)
 _entered, _grad_enabled = settings.entered.get, torch.is_grad_enabled
 
@@ -57,7 +61,10 @@ def _kind(x: Tensor) -> tuple:
 
 
 def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
-    """Whether a layer's call with x is torch's; None where it has not learned that. Not for graphs that are compiled."""
+    """Whether a layer's call with x is torch's; None where it has not learned that.
+
+    Not for graphs that are compiled.
+    """
     learned = _learned.get(id(layer))
     if learned is None or type(x) not in _PLAIN:
         return None
@@ -67,8 +74,8 @@ def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
 
 
 def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether a call of a layer that looks like none before, `function(x, *args, **kwargs)`, is torch's; if so, that
-    is remembered. False also where it cannot be told: the function then does what is right."""
+    """Whether a call of a layer that looks like none before, `function(x, *args, **kwargs)`, is torch's; if
+    so, that is remembered. False also where it cannot be told: the function then does what is right."""
     if type(x) not in _PLAIN or tracing_state() is not None or x.device.type not in ("cpu", "cuda"):
         return False
     if is_watching():  # `tune(during=)` measures the calls that reach ops
@@ -87,7 +94,12 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
 def knows(layer: Any, op: Op, kind: tuple) -> bool:
     """As `is_torch`, for a kind of call."""
     learned = _learned.get(id(layer))
-    return learned is not None and kind in learned.torchs and op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return (
+        learned is not None
+        and kind in learned.torchs
+        and op.dispatch_cache.get(_WORTH) is learned.mark
+        and op.call is learned.call
+    )  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
@@ -102,7 +114,9 @@ def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
 
 
 def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
-    """What the choices inside a layer follow from, nearly: the shapes of tensors, and which arguments there are."""
+    """What the choices inside a layer follow from, nearly: the shapes of tensors, and which arguments there
+    are.
+    """
     given = (*args, *kwargs.values())
     shapes = [x.shape if type(x) in _PLAIN else type(x) for x in given]
     x = given[0] if given else None
@@ -113,7 +127,11 @@ def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
 def _pays(op: Op, lowered: tuple) -> bool:
     """Whether an op gains more than its host time by a route; remembered for all layers with such calls."""
     facts = tuple(
-        (x.shape, x.stride(), x.dtype, x.requires_grad) if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
+        (x.shape, x.stride(), x.dtype, x.requires_grad)
+        if isinstance(x, Tensor)
+        else tuple(x)
+        if isinstance(x, list)
+        else x
         for x in lowered
     )
     mark = op.dispatch_cache.setdefault(_WORTH, object())  # pyright: ignore[reportArgumentType, reportCallIssue]

@@ -1,9 +1,11 @@
 """What Numba kernels of several ops share. They release the GIL; threads come from `turnout.ops.threads`.
 
-Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A row is widened to float32 once
-and rounded once on its way out. Long loops over `i` are left to LLVM to become vector instructions: they run over whole slices, since an
-index that could be negative in Python's sense would keep it from them. Rows of a few hundred elements are written in vectors of LANES by
-hand: what LLVM asks before each of its loops (do the arrays overlap? what is left over?) took a third of their time.
+Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A row
+is widened to float32 once and rounded once on its way out. Long loops over `i` are left to LLVM to become
+vector instructions: they run over whole slices, since an index that could be negative in Python's sense would
+keep it from them. Rows of a few hundred elements are written in vectors of LANES by
+hand: what LLVM asks before each of its loops (do the arrays overlap? what is left over?) took a third of
+their time.
 """
 
 # Numba wants plain functions at module level; its intrinsics are typed by what they are given.
@@ -36,7 +38,8 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, ir.VectorType(_SINGLE, LANES))
 
 
-# What is emitted below is the same for one value and for a vector of them; constants and types take the shape of a value.
+# What is emitted below is the same for one value and for a vector of them; constants and types take the shape
+# of a value.
 
 
 def _of(element, shape):
@@ -45,18 +48,26 @@ def _of(element, shape):
 
 
 def _constant(kind, number):
-    return ir.Constant(kind, [number] * kind.count) if isinstance(kind, ir.VectorType) else ir.Constant(kind, number)
+    return (
+        ir.Constant(kind, [number] * kind.count)
+        if isinstance(kind, ir.VectorType)
+        else ir.Constant(kind, number)
+    )
 
 
 def _fma(builder, a, b, c):
     name = f"llvm.fma.v{LANES}f32" if isinstance(a.type, ir.VectorType) else "llvm.fma.f32"
-    return builder.call(cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name), [a, b, c]
+    )
 
 
 def _widen(builder, bits, kind):
     if kind is types.uint16:
         word = _of(_WORD, bits.type)
-        return builder.bitcast(builder.shl(builder.zext(bits, word), _constant(word, 16)), _of(_SINGLE, bits.type))
+        return builder.bitcast(
+            builder.shl(builder.zext(bits, word), _constant(word, 16)), _of(_SINGLE, bits.type)
+        )
     if kind is types.int16:
         return builder.fpext(builder.bitcast(bits, _of(_HALF, bits.type)), _of(_SINGLE, bits.type))
     return bits
@@ -100,7 +111,9 @@ def _place(context, builder, kind, array, at):
     """Where LANES elements of a flat array begin, and how they may be aligned."""
     data = builder.gep(context.make_array(kind)(context, builder, array).data, [at])
     element = data.type.pointee
-    return builder.bitcast(data, ir.VectorType(element, LANES).as_pointer()), element.width // 8 if isinstance(element, ir.IntType) else 4
+    return builder.bitcast(
+        data, ir.VectorType(element, LANES).as_pointer()
+    ), element.width // 8 if isinstance(element, ir.IntType) else 4
 
 
 @intrinsic
@@ -175,11 +188,17 @@ def every_second(typing_context, a, b, first):
 
 @intrinsic(prefer_literal=True)
 def in_turns(typing_context, a, b, half):
-    """The lanes of two vectors in turns: a0, b0, a1, ... Two vectors' worth, of which this is `half` 0 or 1."""
+    """The lanes of two vectors in turns: a0, b0, a1, ...
+
+    Two vectors' worth, of which this is `half` 0 or 1.
+    """
 
     def emit(context, builder, signature, args):
         first = half.literal_value * LANES // 2
-        lanes = ir.Constant(ir.VectorType(_WORD, LANES), [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)])
+        lanes = ir.Constant(
+            ir.VectorType(_WORD, LANES),
+            [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)],
+        )
         return builder.shuffle_vector(args[0], args[1], lanes)
 
     return VECTOR(VECTOR, VECTOR, half), emit
@@ -205,9 +224,13 @@ def sum_of_lanes(typing_context, vector):
         sums, count = args[0], LANES
         while count > 1:
             count //= 2
-            low, high = (ir.Constant(ir.VectorType(_WORD, count), list(range(at, at + count))) for at in (0, count))
+            low, high = (
+                ir.Constant(ir.VectorType(_WORD, count), list(range(at, at + count))) for at in (0, count)
+            )
             rest = ir.Constant(sums.type, ir.Undefined)
-            sums = builder.fadd(builder.shuffle_vector(sums, rest, low), builder.shuffle_vector(sums, rest, high))
+            sums = builder.fadd(
+                builder.shuffle_vector(sums, rest, low), builder.shuffle_vector(sums, rest, high)
+            )
         return builder.extract_element(sums, ir.Constant(_WORD, 0))
 
     return types.float32(VECTOR), emit
@@ -215,10 +238,14 @@ def sum_of_lanes(typing_context, vector):
 
 @intrinsic
 def prefer_wide_vectors(typing_context):
-    """LLVM keeps to half of AVX-512's registers unless a function asks for all; silu takes a third less time with them."""
+    """LLVM keeps to half of AVX-512's registers unless a function asks for all; silu takes a third less time
+    with them.
+    """
 
     def emit(context, builder, signature, args):
-        if isinstance(builder.function.attributes, set):  # llvmlite has no name for it, 0.50 prints what is there
+        if isinstance(
+            builder.function.attributes, set
+        ):  # llvmlite has no name for it, 0.50 prints what is there
             set.add(builder.function.attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
@@ -237,23 +264,32 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def silu(typing_context, a):
-    """a / (1 + exp(-a)) of a float32 or a vector: Numba calls the scalar exp of the C library, this one becomes vectors.
+    """a / (1 + exp(-a)) of a float32 or a vector: Numba calls the scalar exp of the C library, this one
+    becomes vectors.
 
-    exp(-a) = 2**n * exp(-r) with a polynomial (within 3.1e-9) for r in [-ln(2)/2, ln(2)/2]. At n = 128 it is infinite, as it should, and
-    silu is 0. Within 3 units in the last place where |a| < 20, as torch's own; on average as good. Flags stand at each instruction:
-    sums in another order would undo the rounding of n.
+    exp(-a) = 2**n * exp(-r) with a polynomial (within 3.1e-9) for r in [-ln(2)/2, ln(2)/2]. At n = 128 it is
+    infinite, as it should, and silu is 0. Within 3 units in the last place where |a| < 20, as torch's own; on
+    average as good. Flags stand at each instruction: sums in another order would undo the rounding of n.
     """
 
     def emit(context, builder, signature, args):
         value = args[0]
-        number, word = functools.partial(_constant, value.type), functools.partial(_constant, _of(_WORD, value.type))
+        number, word = (
+            functools.partial(_constant, value.type),
+            functools.partial(_constant, _of(_WORD, value.type)),
+        )
         add, subtract, multiply, divide = (
-            functools.partial(made, flags=("contract",)) for made in (builder.fadd, builder.fsub, builder.fmul, builder.fdiv)
+            functools.partial(made, flags=("contract",))
+            for made in (builder.fadd, builder.fsub, builder.fmul, builder.fdiv)
         )
         t = builder.select(builder.fcmp_ordered(">", value, number(-89.0)), value, number(-89.0))
         t = builder.select(builder.fcmp_ordered("<", t, number(87.0)), t, number(87.0))
-        shifted = add(multiply(t, number(-1.44269504)), number(12582912.0))  # rounds to an integer in the low bits
-        r = _fma(builder, subtract(shifted, number(12582912.0)), number(0.693147182), t)  # ln(2) in float32 is 1.9e-9 too large
+        shifted = add(
+            multiply(t, number(-1.44269504)), number(12582912.0)
+        )  # rounds to an integer in the low bits
+        r = _fma(
+            builder, subtract(shifted, number(12582912.0)), number(0.693147182), t
+        )  # ln(2) in float32 is 1.9e-9 too large
         power = number(0.00138206338)
         for coefficient in (-0.00836867373, 0.0416682661, -0.166665211, 0.49999994, -1.0, 1.0):
             power = add(multiply(power, r), number(coefficient))

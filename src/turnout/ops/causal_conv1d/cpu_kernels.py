@@ -1,9 +1,9 @@
 """Numba kernels of causal_conv1d on a CPU. They release the GIL; threads come from `turnout.ops.threads`.
 
-Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A row of width 4 goes
-through registers in one pass. Otherwise a tile is widened to float32 once, taps are added to it in the first-level cache, and it is rounded
-once on its way out; every loop over `i` becomes vector instructions.
-`at` tables say where sequences start in flat memory, so a packed sequence is like any other.
+Half types arrive as their bits, told apart by the integer's type: bfloat16 as uint16, float16 as int16. A row
+of width 4 goes through registers in one pass. Otherwise a tile is widened to float32 once, taps are added to
+it in the first-level cache, and it is rounded once on its way out; every loop over `i` becomes vector
+instructions. `at` tables say where sequences start in flat memory, so a packed sequence is like any other.
 """
 
 # Numba wants plain functions at module level; its intrinsics are typed by what they are given.
@@ -91,13 +91,18 @@ def rows(x, x_at, xd, xl, w, bias, seg, init, y, y_at, yd, yl, sizes, length, SI
 @inlined
 def four_products(before, here, p, q, r, s, bias):
     return fused(
-        moved_back(before, here, 3), p, fused(moved_back(before, here, 2), q, fused(moved_back(before, here, 1), r, fused(here, s, bias)))
+        moved_back(before, here, 3),
+        p,
+        fused(moved_back(before, here, 2), q, fused(moved_back(before, here, 1), r, fused(here, s, bias))),
     )
 
 
 @kernel(fastmath=FUSED)
 def four_taps(edge, x, at, w, bias, y, out, count, SILU):
-    """Width 4, which nearly every model has, in one pass over x from `at` on. `edge` are the LANES values before that."""
+    """Width 4, which nearly every model has, in one pass over x from `at` on.
+
+    `edge` are the LANES values before that.
+    """
     prefer_wide_vectors()
     p, q, r, s, b = spread(w[0]), spread(w[1]), spread(w[2]), spread(w[3]), spread(bias)
     before, whole = vector_at(edge, 0), count // LANES * LANES
@@ -106,7 +111,9 @@ def four_taps(edge, x, at, w, bias, y, out, count, SILU):
         sums = four_products(before, here, p, q, r, s, b)
         put_vector(silu(sums) if SILU else sums, y, out + i)
         before = here
-    if whole < count and count >= 2 * LANES:  # what is left over once more with what is before it, in whole vectors
+    if (
+        whole < count and count >= 2 * LANES
+    ):  # what is left over once more with what is before it, in whole vectors
         i = count - LANES
         sums = four_products(vector_at(x, at + i - LANES), vector_at(x, at + i), p, q, r, s, b)
         put_vector(silu(sums) if SILU else sums, y, out + i)
@@ -118,7 +125,8 @@ def four_taps(edge, x, at, w, bias, y, out, count, SILU):
         y[out + i] = narrowed(silu(total) if SILU else total, y[out + i])
 
 
-# The inner loops below run over whole slices: an index that could be negative in Python's sense would keep LLVM from vector instructions.
+# The inner loops below run over whole slices: an index that could be negative in Python's sense would keep
+# LLVM from vector instructions.
 
 
 @kernel(fastmath=FUSED)
@@ -146,7 +154,9 @@ def add_own_taps(acc, line, marks, w, bias):
 
 def blocks_of(sizes):
     """(sequence, first row) of every block of ROWS rows."""
-    return np.array([(n, row) for n, size in enumerate(sizes.tolist()) for row in range(0, size, ROWS)], np.int64).reshape(-1, 2)
+    return np.array(
+        [(n, row) for n, size in enumerate(sizes.tolist()) for row in range(0, size, ROWS)], np.int64
+    ).reshape(-1, 2)
 
 
 @kernel(fastmath=FUSED)
@@ -155,7 +165,9 @@ def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, 
     prefer_wide_vectors()
     width, dim = w.shape
     reach = width - 1
-    taps = np.empty((width + 1) * TILE, np.float32)  # TILE apart, which LLVM knows: pointers that may overlap cost it the vectors
+    taps = np.empty(
+        (width + 1) * TILE, np.float32
+    )  # TILE apart, which LLVM knows: pointers that may overlap cost it the vectors
     ring = np.empty((width, TILE), np.float32)  # the last rows, widened; position p is in ring[p % width]
     acc = np.empty(TILE, np.float32)
     for block in range(first, last):
@@ -172,7 +184,9 @@ def cols(x, x_at, xl, w, bias, seg, init, y, y_at, sizes, blocks, length, SILU, 
                     widen(x[at : at + count], row)
                 else:
                     for i in range(count):
-                        row[i] = widened(init[(n * dim + left + i) * reach + p + reach]) if INIT else np.float32(0)
+                        row[i] = (
+                            widened(init[(n * dim + left + i) * reach + p + reach]) if INIT else np.float32(0)
+                        )
             for p in range(top, min(top + ROWS, sizes[n])):
                 at, out = x_at[n] + p * xl + left, y_at[n] + p * dim + left
                 widen(x[at : at + count], ring[p % width])
@@ -192,11 +206,23 @@ def four_rows(a, b, c, d, taps, y, SILU):
     prefer_wide_vectors()
     if SILU:
         for i in range(y.size):
-            total = taps[4 * TILE + i] + taps[i] * a[i] + taps[TILE + i] * b[i] + taps[2 * TILE + i] * c[i] + taps[3 * TILE + i] * d[i]
+            total = (
+                taps[4 * TILE + i]
+                + taps[i] * a[i]
+                + taps[TILE + i] * b[i]
+                + taps[2 * TILE + i] * c[i]
+                + taps[3 * TILE + i] * d[i]
+            )
             y[i] = narrowed(silu(total), y[i])
     else:
         for i in range(y.size):
-            total = taps[4 * TILE + i] + taps[i] * a[i] + taps[TILE + i] * b[i] + taps[2 * TILE + i] * c[i] + taps[3 * TILE + i] * d[i]
+            total = (
+                taps[4 * TILE + i]
+                + taps[i] * a[i]
+                + taps[TILE + i] * b[i]
+                + taps[2 * TILE + i] * c[i]
+                + taps[3 * TILE + i] * d[i]
+            )
             y[i] = narrowed(total, y[i])
 
 

@@ -7,7 +7,8 @@ float32, and `fold` adds them up in a fixed order: no atomics, the same bits eve
 see initial states (1: the first W-1 of a batch row, 2: of each segment) are left to `edges_back`.
 """
 
-# Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the formula.
+# Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the
+# formula.
 # ruff: noqa: E741, RUF005
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 

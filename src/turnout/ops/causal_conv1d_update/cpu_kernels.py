@@ -1,4 +1,7 @@
-"""Numba kernel of causal_conv1d_update on a CPU. Half types arrive as their bits, as in `common_cpu_kernels`."""
+"""Numba kernel of causal_conv1d_update on a CPU.
+
+Half types arrive as their bits, as in `common_cpu_kernels`.
+"""
 
 # pyright: basic, reportCallIssue=false
 
@@ -60,7 +63,9 @@ def add(acc, taps, row):
 
 @kernel
 def move(x, source, xd, xl, state, held, sd, sl, count, length, size, at, RING):
-    """The new positions into the states of `count` channels: into their places of the ring, or at the end of what moves along."""
+    """The new positions into the states of `count` channels: into their places of the ring, or at the end of
+    what moves along.
+    """
     if RING:
         for i in range(max(length - size, 0), length):
             place = (at + i) % size * sl
@@ -73,4 +78,6 @@ def move(x, source, xd, xl, state, held, sd, sl, count, length, size, at, RING):
         for k in range(stay):
             state[base + k * sl] = state[base + (k + length) * sl]
         for k in range(stay, size):
-            state[base + k * sl] = narrowed(widened(x[source + (k + length - size) * xl + j * xd]), state[held])
+            state[base + k * sl] = narrowed(
+                widened(x[source + (k + length - size) * xl + j * xd]), state[held]
+            )

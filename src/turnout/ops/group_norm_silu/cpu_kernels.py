@@ -4,9 +4,10 @@
 `combine`                  those of all blocks, in one order, to what the norm needs
 `apply_rows`, `apply_lines`, `apply_spatial`  the norm and the activation
 
-Sums are float64: a square of a float32 is exact there, so nothing depends on which products and sums LLVM fuses. Each
-sum is taken in one order, whatever the layout: of a channel and a column over frames and rows, then over the columns
-of the block, then over the channels of the group.
+Sums are float64: a square of a float32 is exact there, so nothing depends on which products and sums LLVM
+fuses. Each
+sum is taken in one order, whatever the layout: of a channel and a column over frames and rows, then over the
+columns of the block, then over the channels of the group.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -127,8 +128,8 @@ def line_sums(x, frames, xb, xc, xh, xw, shape, block, sums, first, last):
 
 @kernel
 def combine(sums, count, eps, moments):
-    """sums [batch, blocks, 2 * groups] of `count` values in all to moments [batch, 3, groups]: the mean in two numbers
-    and what differences to it are multiplied with."""
+    """sums [batch, blocks, 2 * groups] of `count` values in all to moments [batch, 3, groups]: the mean in
+    two numbers and what differences to it are multiplied with."""
     batch, blocks, width = sums.shape
     groups = width // 2
     total = np.empty(width)
@@ -164,13 +165,15 @@ def place(r, sizes, steps):
     """Offset of position r, counted over three dimensions."""
     if sizes[0] == sizes[1] == 1:
         return r * steps[2]
-    return r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
+    return (
+        r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
+    )
 
 
 @kernel(fastmath=FUSED)
 def apply_rows(x, xb, x_steps, norm, y, yb, y_steps, sizes, SILU, first, last):
-    """Rows first to last of all batch entries, channels side by side. norm [batch, 4, channels]: the mean in two numbers,
-    scale and shift."""
+    """Rows first to last of all batch entries, channels side by side. norm [batch, 4, channels]: the mean in
+    two numbers, scale and shift."""
     prefer_wide_vectors()
     channels = norm.shape[2]
     whole, count = channels // LANES * LANES, sizes[0] * sizes[1] * sizes[2]
@@ -236,8 +239,8 @@ def apply_lines(x, xb, xc, x_steps, norm, y, yb, yc, y_steps, sizes, SILU, first
 
 @kernel(fastmath=FUSED)
 def apply_spatial(x, xb, x_steps, norm, a, a_at, ab, d, d_at, db, y, yb, y_steps, sizes, SILU, first, last):
-    """As `apply_rows`, then times a, plus d, whose channels are side by side too. a_at, d_at [3, most positions of an
-    axis]: where a position along each axis has its values."""
+    """As `apply_rows`, then times a, plus d, whose channels are side by side too. a_at, d_at [3, most
+    positions of an axis]: where a position along each axis has its values."""
     prefer_wide_vectors()
     channels = norm.shape[2]
     whole, count = channels // LANES * LANES, sizes[0] * sizes[1] * sizes[2]

@@ -1,12 +1,13 @@
 """Triton kernels of group_norm_silu for channels that are side by side at positions with gaps between them.
 
-`gapped_moments`  moments of parts of each group, as `row_moments` leaves them, of an x whose positions have gaps
-`gapped_apply`    the norm of x into the inside of a larger tensor, or with a border of its own around it
+`gapped_moments`  moments of parts of each group, as `row_moments` leaves them, of an x whose positions have
+gaps `gapped_apply`    the norm of x into the inside of a larger tensor, or with a border of its own around it
 `spatial_apply`   the norm of x with a scale and a shift that blocks of positions share
 
-Positions are walked in the order of the output, [deep, high, wide]. A thread takes one position and a vector of its
-channels, so the indices of a position are worked out for each vector: by multiplication, since a division by a number
-that the compiler does not know takes as long as all the rest of the norm.
+Positions are walked in the order of the output, [deep, high, wide]. A thread takes one position and a vector
+of its
+channels, so the indices of a position are worked out for each vector: by multiplication, since a division by
+a number that the compiler does not know takes as long as all the rest of the norm.
 """
 
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportArgumentType=false
@@ -33,8 +34,8 @@ CONSTANT = tl.constexpr(1)
 REPLICATE = tl.constexpr(2)
 REFLECT = tl.constexpr(3)
 
-# Numbers that differ between the stages of one model: no code of its own for each. Not the number of groups: that 16
-# divides it lets the compiler see that a mask of channels is the same for a whole vector.
+# Numbers that differ between the stages of one model: no code of its own for each. Not the number of groups:
+# that 16 divides it lets the compiler see that a mask of channels is the same for a whole vector.
 _WALK = ("high", "high_magic", "high_shift", "wide", "wide_magic", "wide_shift")
 _MOMENTS = ("P", "parts", "blocks", "xb", "xd", "xh", "xw", *_WALK)
 _APPLY = (
@@ -90,12 +91,14 @@ def group_moments(
     partial, w, bias, eps, b, block, size, G, parts,
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Mean (rough and rest), scale and shift of each column of GB groups [1, GB * CB], from the moments of all parts
-    of `size` positions."""
+    """Mean (rough and rest), scale and shift of each column of GB groups [1, GB * CB], from the moments of
+    all parts of `size` positions."""
     part = tl.arange(0, PARTS)
     g = block * GB + tl.arange(0, GB)
     first, last = part_of(size, part, parts)
-    counts = tl.where((part < parts)[:, None] & (g < G)[None, :], ((last - first) * CG)[:, None], 0).to(tl.float32)
+    counts = tl.where((part < parts)[:, None] & (g < G)[None, :], ((last - first) * CG)[:, None], 0).to(
+        tl.float32
+    )
     found = partial + (b * parts + part)[:, None] * 3 * G + g[None, :]
     rough = tl.load(found, mask=counts > 0, other=0.0)
     rest = tl.load(found + G, mask=counts > 0, other=0.0)
@@ -118,7 +121,10 @@ def gapped_moments(
     high, high_magic, high_shift, wide, wide_magic, wide_shift,
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """partial [batch, parts, 3, G]. A program: one part of the P positions, GB groups; U tiles [BP, GB * CB] at a time."""
+    """partial [batch, parts, 3, G].
+
+    A program: one part of the P positions, GB groups; U tiles [BP, GB * CB] at a time.
+    """
     pid = tl.program_id(0)
     block, part, b = pid % blocks, pid // blocks % parts, (pid // blocks // parts).to(tl.int64)
     first, last = part_of(P, part, parts)
@@ -170,7 +176,8 @@ def gapped_apply(
     PARTS: tl.constexpr, X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, PAD: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """A program combines the moments of GB groups once and takes every `programs`-th U tiles of the output's P positions.
+    """A program combines the moments of GB groups once and takes every `programs`-th U tiles of the output's
+    P positions.
 
     size: positions of x, [x_deep, x_high, x_wide]. PAD: how the positions of the output come from them.
     X_ROWS, Y_ROWS: positions are `xw` or `yw` apart, without gaps.
@@ -225,10 +232,12 @@ def spatial_apply(
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
     PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """As `gapped_apply` without a border, and with a scale and a shift for each block of positions and each channel.
+    """As `gapped_apply` without a border, and with a scale and a shift for each block of positions and each
+    channel.
 
-    scale, shift: steps s and t, channels side by side. apart: 1 where the first along the deep axis has values of its
-    own. The other magics and shifts divide by the number of positions that share a value along each axis.
+    scale, shift: steps s and t, channels side by side. apart: 1 where the first along the deep axis has
+    values of its own. The other magics and shifts divide by the number of positions that share a value along
+    each axis.
     """
     pid = tl.program_id(0)
     block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)

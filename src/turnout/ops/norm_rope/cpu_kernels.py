@@ -1,10 +1,12 @@
 """Numba kernel of norm_rope on a CPU. Half types arrive as their bits, as in `common_cpu_kernels`.
 
-A row of one head is widened, normalised, rotated and written before the next one is read. Roundings stand where eager PyTorch has them, so
-products and sums are not fused. A rotation is x * cos + y * sin, where y is the other element of x's pair; the sign of the first
-element's sin is in the table that is made once for a token.
+A row of one head is widened, normalised, rotated and written before the next one is read. Roundings stand
+where eager PyTorch has them, so products and sums are not fused. A rotation is x * cos + y * sin, where y is
+the other element of x's pair; the sign of the first element's sin is in the table that is made once for a
+token.
 
-Row, cos and sin lie WIDEST apart in one buffer, which LLVM knows: pointers that may overlap would cost it the vectors.
+Row, cos and sin lie WIDEST apart in one buffer, which LLVM knows: pointers that may overlap would cost it the
+vectors.
 """
 
 # pyright: basic, reportCallIssue=false
@@ -42,7 +44,9 @@ def make_table(cos, sin, at, kind, HALF, c, s):
 
 @kernel(fastmath=APART)
 def scale_row(row, inverse, w, like, WEIGHT, TWICE):
-    """row times the inverse root and the weight, rounded to the type of `like` (and before the weight too, with TWICE)."""
+    """row times the inverse root and the weight, rounded to the type of `like` (and before the weight too,
+    with TWICE).
+    """
     prefer_wide_vectors()
     if not WEIGHT:
         for i in range(row.size):
@@ -65,12 +69,16 @@ def turn_row(work, size, HALF, y):
         for i in range(half):
             low[i] = narrowed(work[i] * work[WIDEST + i] + work[half + i] * work[2 * WIDEST + i], low[i])
         for i in range(half):
-            high[i] = narrowed(work[half + i] * work[WIDEST + half + i] + work[i] * work[2 * WIDEST + half + i], high[i])
+            high[i] = narrowed(
+                work[half + i] * work[WIDEST + half + i] + work[i] * work[2 * WIDEST + half + i], high[i]
+            )
     else:
         for i in range(half):
             first, second = work[2 * i], work[2 * i + 1]
             y[2 * i] = narrowed(first * work[WIDEST + 2 * i] + second * work[2 * WIDEST + 2 * i], y[0])
-            y[2 * i + 1] = narrowed(second * work[WIDEST + 2 * i + 1] + first * work[2 * WIDEST + 2 * i + 1], y[0])
+            y[2 * i + 1] = narrowed(
+                second * work[WIDEST + 2 * i + 1] + first * work[2 * WIDEST + 2 * i + 1], y[0]
+            )
     rest = y[size:]
     plain = work[size : size + rest.size]
     for i in range(rest.size):
@@ -79,9 +87,37 @@ def turn_row(work, size, HALF, y):
 
 @kernel(fastmath=APART)
 def norm_rope(
-    x, xb, xs, xh, tokens, before, heads, dim, w, eps, norm, TWICE, cos, sin, cb, cs, ch, kind, rotary, HALF, y, yb, ys, yh, first, last
+    x,
+    xb,
+    xs,
+    xh,
+    tokens,
+    before,
+    heads,
+    dim,
+    w,
+    eps,
+    norm,
+    TWICE,
+    cos,
+    sin,
+    cb,
+    cs,
+    ch,
+    kind,
+    rotary,
+    HALF,
+    y,
+    yb,
+    ys,
+    yh,
+    first,
+    last,
 ):
-    """Tokens first to last of [batch, tokens] of one stream, which stands behind `before` others. w is [dim], [heads * dim] or empty."""
+    """Tokens first to last of [batch, tokens] of one stream, which stands behind `before` others.
+
+    w is [dim], [heads * dim] or empty.
+    """
     prefer_wide_vectors()
     work = np.empty(3 * WIDEST, np.float32)
     row, c, s = work[:dim], work[WIDEST : WIDEST + rotary], work[2 * WIDEST : 2 * WIDEST + rotary]
@@ -104,7 +140,9 @@ def norm_rope(
             else:
                 widen(x[at + h * xh : at + h * xh + dim], row)
             if norm > 0:
-                scale_row(row, inverse, w[h * dim : (h + 1) * dim] if norm == ALL else w, into[0], w.size > 0, TWICE)
+                scale_row(
+                    row, inverse, w[h * dim : (h + 1) * dim] if norm == ALL else w, into[0], w.size > 0, TWICE
+                )
             if kind > 0 and ch != 0:
                 make_table(cos, sin, table + h * ch, kind, HALF, c, s)
             turn_row(work, rotary, HALF, into)

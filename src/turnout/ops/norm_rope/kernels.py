@@ -137,7 +137,8 @@ def norm_rope(
     """Normalise heads, rotate RD of their D columns, and write them in the layout of the output.
 
     A program: T tokens and BH * N heads of q or k of one stream. Programs take all heads of some tokens
-    before the next tokens, since those share the tables; BY_HEAD all tokens first, as they lie in [B, H, S, D].
+    before the next tokens, since those share the tables; BY_HEAD all tokens first, as they lie in [B, H, S,
+    D].
     """
     R: tl.constexpr = T * BH
     dtype: tl.constexpr = q.dtype.element_ty

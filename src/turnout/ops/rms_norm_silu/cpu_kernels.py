@@ -22,7 +22,9 @@ from turnout.ops.common_cpu_kernels import (
 from turnout.ops.numba_cache import inlined, kernel
 
 WIDEST = 4096  # positions of a tile
-CACHED = 49152  # float32 values of a tile of positions with all their channels: what stays in a second-level cache
+CACHED = (
+    49152  # float32 values of a tile of positions with all their channels: what stays in a second-level cache
+)
 
 
 def tiles_of(lines, length, channels):
@@ -44,12 +46,17 @@ def place(r, sizes, steps):
     """Offset of position r, counted over three dimensions."""
     if sizes[0] == sizes[1] == 1:
         return r * steps[2]
-    return r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
+    return (
+        r // sizes[2] // sizes[1] * steps[0] + r // sizes[2] % sizes[1] * steps[1] + r % sizes[2] * steps[2]
+    )
 
 
 @kernel(fastmath=FUSED)
 def rows(x, x_steps, w, shift, y, y_steps, sizes, eps, CLAMP, SILU, first, last):
-    """Rows first to last, channels side by side. A row is read twice, the second time from the first-level cache."""
+    """Rows first to last, channels side by side.
+
+    A row is read twice, the second time from the first-level cache.
+    """
     prefer_wide_vectors()
     channels, whole = w.size, w.size // LANES * LANES
     for r in range(first, last):
@@ -63,7 +70,9 @@ def rows(x, x_steps, w, shift, y, y_steps, sizes, eps, CLAMP, SILU, first, last)
             squares += widened(x[at + c]) ** 2
         inverse = inverse_of(squares, channels, eps, CLAMP)
         for c in range(0, whole, LANES):
-            values = fused(vector_at(x, at + c), vector_times(vector_at(w, c), spread(inverse)), vector_at(shift, c))
+            values = fused(
+                vector_at(x, at + c), vector_times(vector_at(w, c), spread(inverse)), vector_at(shift, c)
+            )
             put_vector(silu(values) if SILU else values, y, out + c)
         for c in range(whole, channels):
             value = widened(x[at + c]) * (inverse * w[c]) + shift[c]
@@ -91,7 +100,10 @@ def finish_plane(work, w, shift, y, SILU):
 
 @kernel(fastmath=FUSED)
 def planes(x, x_steps, xc, w, shift, y, y_steps, yc, sizes, tile, eps, CLAMP, SILU, first, last):
-    """Tiles first to last of positions side by side, channels xc and yc apart. A tile is read twice, the second time from the cache."""
+    """Tiles first to last of positions side by side, channels xc and yc apart.
+
+    A tile is read twice, the second time from the cache.
+    """
     work = np.empty(2 * WIDEST, np.float32)
     across = -(-sizes[2] // tile)
     for t in range(first, last):

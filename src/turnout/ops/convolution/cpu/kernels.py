@@ -1,9 +1,12 @@
-"""Numba kernels of Winograd's F(2x2, 3x3) on a CPU. Half types arrive as their bits, as in `common_cpu_kernels`.
+"""Numba kernels of Winograd's F(2x2, 3x3) on a CPU. Half types arrive as their bits, as in
+`common_cpu_kernels`.
 
-A thread takes blocks of tiles one by one, and a block goes all the way from pixels to pixels in buffers that stay in the cache: its tiles
-are transformed, multiplied at each of 16 points, added up over depths and channels, and transformed back. Whichever the layout, vectors lie
-along what memory has side by side, so nothing is transposed: channels last, they are channels and filters, and the numbers of a tile are
-spread over lanes; channels first, they are tiles of a row, and the numbers of a filter are spread.
+A thread takes blocks of tiles one by one, and a block goes all the way from pixels to pixels in buffers that
+stay in the cache: its tiles are transformed, multiplied at each of 16 points, added up over depths and
+channels, and transformed back. Whichever the layout, vectors lie
+along what memory has side by side, so nothing is transposed: channels last, they are channels and filters,
+and the numbers of a tile are spread over lanes; channels first, they are tiles of a row, and the numbers of a
+filter are spread.
 """
 
 # pyright: basic, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -73,7 +76,9 @@ class Plan(NamedTuple):
 
 @intrinsic
 def take(typing_context, taken):
-    """The next number, counted in the first element of an array that all threads share: one that is slowed down gets fewer."""
+    """The next number, counted in the first element of an array that all threads share: one that is slowed
+    down gets fewer.
+    """
 
     def emit(context, builder, signature, args):
         where = context.make_array(taken)(context, builder, args[0]).data
@@ -107,7 +112,8 @@ def copy_row(x, at, y, to, count):
         put_vector(vector_at(x, at + count - LANES), y, to + count - LANES)
 
 
-# Transforms along one axis: four pixels to four points, four points to two pixels, three taps of a filter to four points
+# Transforms along one axis: four pixels to four points, four points to two pixels, three taps of a filter to
+# four points
 
 
 @inlined
@@ -136,7 +142,12 @@ def put_four(four, into, at, step):
 
 @inlined
 def pixels_down(m, at, step):
-    return to_pixels(vector_at(m, at), vector_at(m, at + 4 * step), vector_at(m, at + 8 * step), vector_at(m, at + 12 * step))
+    return to_pixels(
+        vector_at(m, at),
+        vector_at(m, at + 4 * step),
+        vector_at(m, at + 8 * step),
+        vector_at(m, at + 12 * step),
+    )
 
 
 @inlined
@@ -149,7 +160,12 @@ def pixels_of(m, at, step, shift):
         pixels_down(m, at + 3 * step, step),
     )
     upper, lower = to_pixels(p[0], q[0], r[0], s[0]), to_pixels(p[1], q[1], r[1], s[1])
-    return vector_plus(upper[0], shift), vector_plus(upper[1], shift), vector_plus(lower[0], shift), vector_plus(lower[1], shift)
+    return (
+        vector_plus(upper[0], shift),
+        vector_plus(upper[1], shift),
+        vector_plus(lower[0], shift),
+        vector_plus(lower[1], shift),
+    )
 
 
 @inlined
@@ -166,8 +182,9 @@ def row_of_filter(taps, at):
 
 @kernel
 def transform_weight(w, steps, filters, channels, depth, u, point, first, last):
-    """To `[depth, 16, filters / LANES, channels, LANES]`, points `point` apart. A part is CHANNELS channels of LANES filters; they are laid
-    side by side first, so that memory is read and written in longer pieces."""
+    """To `[depth, 16, filters / LANES, channels, LANES]`, points `point` apart. A part is CHANNELS channels
+    of LANES filters; they are laid side by side first, so that memory is read and written in longer
+    pieces."""
     prefer_wide_vectors()
     taps, pieces = np.zeros(CHANNELS * depth * 9 * LANES, np.float32), -(-channels // CHANNELS)
     for part in range(first, last):
@@ -177,15 +194,27 @@ def transform_weight(w, steps, filters, channels, depth, u, point, first, last):
             taps[:] = 0
         for lane in range(lanes):
             for c in range(count):
-                at, to = (block * LANES + lane) * steps.clip + (start + c) * steps.channel, c * depth * 9 * LANES + lane
+                at, to = (
+                    (block * LANES + lane) * steps.clip + (start + c) * steps.channel,
+                    c * depth * 9 * LANES + lane,
+                )
                 for z in range(depth):
                     for y in range(3):
                         for x in range(3):
-                            taps[to + ((z * 3 + y) * 3 + x) * LANES] = widened(w[at + z * steps.frame + y * steps.row + x * steps.column])
+                            taps[to + ((z * 3 + y) * 3 + x) * LANES] = widened(
+                                w[at + z * steps.frame + y * steps.row + x * steps.column]
+                            )
         for z in range(depth):
             for c in range(count):
-                at, to = (c * depth + z) * 9 * LANES, z * POINTS * point + (block * channels + start + c) * LANES
-                p, q, r = row_of_filter(taps, at), row_of_filter(taps, at + 3 * LANES), row_of_filter(taps, at + 6 * LANES)
+                at, to = (
+                    (c * depth + z) * 9 * LANES,
+                    z * POINTS * point + (block * channels + start + c) * LANES,
+                )
+                p, q, r = (
+                    row_of_filter(taps, at),
+                    row_of_filter(taps, at + 3 * LANES),
+                    row_of_filter(taps, at + 6 * LANES),
+                )
                 put_four(taps_to_points(p[0], q[0], r[0]), u, to, point)
                 put_four(taps_to_points(p[1], q[1], r[1]), u, to + point, point)
                 put_four(taps_to_points(p[2], q[2], r[2]), u, to + 2 * point, point)
@@ -197,7 +226,9 @@ def transform_weight(w, steps, filters, channels, depth, u, point, first, last):
 
 @inlined
 def row_of_tile(x, at, step):
-    return to_points(vector_at(x, at), vector_at(x, at + step), vector_at(x, at + 2 * step), vector_at(x, at + 3 * step))
+    return to_points(
+        vector_at(x, at), vector_at(x, at + step), vector_at(x, at + 2 * step), vector_at(x, at + 3 * step)
+    )
 
 
 @kernel
@@ -215,7 +246,10 @@ def transform_tile(x, at, row, column, channels, v, into, point):
 
 @kernel
 def tiles_of_channels(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_tile, point, edge):
-    """A block of one frame, tiles `v_tile` apart. A tile that sees padding, or lies at the end of memory, is copied to `edge` before."""
+    """A block of one frame, tiles `v_tile` apart.
+
+    A tile that sees padding, or lies at the end of memory, is copied to `edge` before.
+    """
     row, column = steps.row, steps.column
     reach = 3 * (row + column) + v_tile
     for i in range(tall):
@@ -223,7 +257,13 @@ def tiles_of_channels(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_tile
         for j in range(wide):
             left, into = 2 * (x0 + j) - plan.left, v_at + (i * wide + j) * v_tile
             at = frame + top * row + left * column
-            if top >= 0 and left >= 0 and top + 4 <= plan.height and left + 4 <= plan.width and at + reach <= x.size:
+            if (
+                top >= 0
+                and left >= 0
+                and top + 4 <= plan.height
+                and left + 4 <= plan.width
+                and at + reach <= x.size
+            ):
                 transform_tile(x, at, row, column, plan.channels, v, into, point)
                 continue
             for pixel in range(16):
@@ -247,7 +287,9 @@ def put_filters(values, y, at, count, rest):
 
 
 @kernel
-def pixels_of_filters(m, m_at, m_tile, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rest):
+def pixels_of_filters(
+    m, m_at, m_tile, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rest
+):
     """A block of one frame back to pixels, channels last. Whether all of them are finite."""
     prefer_wide_vectors()
     row, column, found = steps.row, steps.column, spread(np.float32(0))
@@ -273,28 +315,50 @@ def pixels_of_filters(m, m_at, m_tile, point, shift, filters, y, frame, steps, p
 
 @inlined
 def four_rows(rows, at, wide, length):
-    """The same tiles of the rows 0 to 3 that they cover: even rows lie before odd ones, and two rows are `wide` tiles apart."""
+    """The same tiles of the rows 0 to 3 that they cover: even rows lie before odd ones, and two rows are
+    `wide` tiles apart.
+    """
     even, odd = at, at + 4 * length
-    return to_points(vector_at(rows, even), vector_at(rows, odd), vector_at(rows, even + wide), vector_at(rows, odd + wide))
+    return to_points(
+        vector_at(rows, even), vector_at(rows, odd), vector_at(rows, even + wide), vector_at(rows, odd + wide)
+    )
 
 
 @kernel
 def tiles_of_planes(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_channel, point, lines, rows):
-    """A block of one frame, `[16, channels, tiles]`. Rows are transformed along themselves to `[2, 4, tiles]`, vectors that reach into the
-    next row, which is written later; then across."""
+    """A block of one frame, `[16, channels, tiles]`. Rows are transformed along themselves to `[2, 4,
+    tiles]`, vectors that reach into the next row, which is written later; then across."""
     prefer_wide_vectors()
-    top, left, room, length = 2 * y0 - plan.top, 2 * x0 - plan.left, lines.size // (2 * plan.tall + 2), rows.size // 8
+    top, left, room, length = (
+        2 * y0 - plan.top,
+        2 * x0 - plan.left,
+        lines.size // (2 * plan.tall + 2),
+        rows.size // 8,
+    )
     start = max(0, left)
     count = max(0, min(plan.width, left + 2 * wide + 2) - start)
     lines[:] = 0
     for c in range(plan.channels):
         for i in range(max(0, -top), min(2 * tall + 2, plan.height - top)):
-            copy_row(x, frame + c * steps.channel + (top + i) * steps.row + start, lines, i * room + start - left, count)
+            copy_row(
+                x,
+                frame + c * steps.channel + (top + i) * steps.row + start,
+                lines,
+                i * room + start - left,
+                count,
+            )
         for i in range(2 * tall + 2):
             for j in range(0, wide, LANES):
                 at, to = i * room + 2 * j, i % 2 * 4 * length + i // 2 * wide + j
-                p, q, r, s = vector_at(lines, at), vector_at(lines, at + LANES), vector_at(lines, at + 2), vector_at(lines, at + LANES + 2)
-                four = to_points(every_second(p, q, 0), every_second(p, q, 1), every_second(r, s, 0), every_second(r, s, 1))
+                p, q, r, s = (
+                    vector_at(lines, at),
+                    vector_at(lines, at + LANES),
+                    vector_at(lines, at + 2),
+                    vector_at(lines, at + LANES + 2),
+                )
+                four = to_points(
+                    every_second(p, q, 0), every_second(p, q, 1), every_second(r, s, 0), every_second(r, s, 1)
+                )
                 put_vector(four[0], rows, to)
                 put_vector(four[1], rows, to + length)
                 put_vector(four[2], rows, to + 2 * length)
@@ -308,9 +372,11 @@ def tiles_of_planes(x, frame, steps, plan, y0, x0, tall, wide, v, v_at, v_channe
 
 
 @kernel
-def pixels_of_planes(m, m_at, m_filter, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rows):
-    """A block of one frame back to pixels, channels first: upper rows of all tiles, lower ones, and from there to where they belong.
-    Whether all of them are finite."""
+def pixels_of_planes(
+    m, m_at, m_filter, point, shift, filters, y, frame, steps, plan, y0, x0, tall, wide, rows
+):
+    """A block of one frame back to pixels, channels first: upper rows of all tiles, lower ones, and from
+    there to where they belong. Whether all of them are finite."""
     prefer_wide_vectors()
     width, lower, found = min(2 * wide, plan.out_width - 2 * x0), rows.size // 2, spread(np.float32(0))
     for f in range(filters):
@@ -330,12 +396,17 @@ def pixels_of_planes(m, m_at, m_filter, point, shift, filters, y, frame, steps, 
 
 @kernel
 def convolve(x, x_steps, u, u_point, shift, y, y_steps, plan, LAST, taken, odd, blocks, first, last):
-    """Blocks that no other thread has `taken`, whatever even share, first to last, was meant. u is what `transform_weight` makes; x and y
-    have channels (LAST) or columns side by side. `odd[0]` becomes 1 if a number that comes out is not finite: that may be the transforms'
-    doing, so the call has to be made otherwise."""
+    """Blocks that no other thread has `taken`, whatever even share, first to last, was meant. u is what
+    `transform_weight` makes; x and y have channels (LAST) or columns side by side. `odd[0]` becomes 1 if a
+    number that comes out is not finite: that may be the transforms' doing, so the call has to be made
+    otherwise."""
     channels = plan.channels
     down, across = -(-plan.out_height // 2), -(-plan.out_width // 2)
-    blocks_down, blocks_across, chunks = -(-down // plan.tall), -(-across // plan.wide), -(-plan.outputs // plan.chunk)
+    blocks_down, blocks_across, chunks = (
+        -(-down // plan.tall),
+        -(-across // plan.wide),
+        -(-plan.outputs // plan.chunk),
+    )
     shares, most = -(-plan.filters // plan.share), plan.tall * plan.wide
     # Strides of an odd number of lines: multiples of 4 KiB would meet in the same few places of a cache.
     if LAST:
@@ -365,14 +436,23 @@ def convolve(x, x_steps, u, u_point, shift, y, y_steps, plan, LAST, taken, odd, 
         )
         o0, n = block % chunks * plan.chunk, block // chunks
         filters = min(plan.share, plan.filters - f0)
-        tall, wide, count = min(plan.tall, down - y0), min(plan.wide, across - x0), min(plan.chunk, plan.outputs - o0)
-        start, end = max(0, o0 - plan.front), min(plan.frames, o0 + count - plan.front + (plan.depth - 1) * plan.dilation)
+        tall, wide, count = (
+            min(plan.tall, down - y0),
+            min(plan.wide, across - x0),
+            min(plan.chunk, plan.outputs - o0),
+        )
+        start, end = (
+            max(0, o0 - plan.front),
+            min(plan.frames, o0 + count - plan.front + (plan.depth - 1) * plan.dilation),
+        )
         for f in range(start, end):
             at, into = n * x_steps.clip + f * x_steps.frame, (f - start) * POINTS * v_point
             if LAST:
                 tiles_of_channels(x, at, x_steps, plan, y0, x0, tall, wide, v, into, v_row, v_point, rows)
             else:
-                tiles_of_planes(x, at, x_steps, plan, y0, x0, tall, wide, v, into, v_row, v_point, lines, rows)
+                tiles_of_planes(
+                    x, at, x_steps, plan, y0, x0, tall, wide, v, into, v_row, v_point, lines, rows
+                )
         for point in range(POINTS):
             for o in range(count):
                 into, f = (o * POINTS + point) * m_point, o0 + o - plan.front
@@ -381,7 +461,10 @@ def convolve(x, x_steps, u, u_point, shift, y, y_steps, plan, LAST, taken, odd, 
                 if depth <= 0:
                     m[into : into + m_point] = 0
                     continue
-                at, of = ((f + low * plan.dilation - start) * POINTS + point) * v_point, (low * POINTS + point) * u_point + f0 * channels
+                at, of = (
+                    ((f + low * plan.dilation - start) * POINTS + point) * v_point,
+                    (low * POINTS + point) * u_point + f0 * channels,
+                )
                 if LAST:
                     multiply(
                         v, at, v_depth, 1, v_row, LANES * v_row, u, of, u_depth, LANES, channels * LANES,
@@ -395,8 +478,12 @@ def convolve(x, x_steps, u, u_point, shift, y, y_steps, plan, LAST, taken, odd, 
         for o in range(count):
             at, of = n * y_steps.clip + f0 * y_steps.channel + (o0 + o) * y_steps.frame, o * POINTS * m_point
             if LAST:
-                finite = pixels_of_filters(m, of, m_row, m_point, shift[f0:], filters, y, at, y_steps, plan, y0, x0, tall, wide, rows)
+                finite = pixels_of_filters(
+                    m, of, m_row, m_point, shift[f0:], filters, y, at, y_steps, plan, y0, x0, tall, wide, rows
+                )
             else:
-                finite = pixels_of_planes(m, of, m_row, m_point, shift[f0:], filters, y, at, y_steps, plan, y0, x0, tall, wide, rows)
+                finite = pixels_of_planes(
+                    m, of, m_row, m_point, shift[f0:], filters, y, at, y_steps, plan, y0, x0, tall, wide, rows
+                )
             if not finite:
                 odd[0] = 1
