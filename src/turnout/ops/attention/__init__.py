@@ -35,8 +35,8 @@ class Attention(NamedTuple):
     causal: bool
     mask: Literal["keys", "bool", "float"] | None  # "keys": the same for all heads and queries
     padding: Literal["host", "device"] | None  # who knows the lengths of the keys
-    share: int  # of the keys that count, in percent, where the host knows it
-    common: int  # of the keys that count for every batch element in one run, in percent likewise
+    share: int  # of valid keys in percent, where the host knows it
+    common: int  # of keys that are valid for every batch element, in one run, in percent
 
     @staticmethod
     def of(
@@ -117,7 +117,7 @@ def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def like_queries(out: Tensor, q: Tensor) -> Tensor:
-    """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D].
+    """Copy values if they have gaps, to [B, S, H, D] in memory where q is, else to [B, H, S, D].
 
     No copy where it is so already.
     """
@@ -125,7 +125,7 @@ def like_queries(out: Tensor, q: Tensor) -> Tensor:
 
 
 def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int, int]:
-    """Those of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
+    """Strides of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
     heads, rows, dim = shape[1] or 1, shape[2] or 1, shape[3] or 1
     if heads_inside(q.shape, q.stride()):
         return heads * rows * dim, dim, heads * dim, 1
@@ -136,7 +136,7 @@ def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int
 # keys, which do not count, help.
 _VECTOR = 16
 
-_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes them all down
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes all of them to memory
 
 
 def reference(
@@ -221,9 +221,9 @@ def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
     scores = (scores if mask.dtype is torch.bool else scores + mask).masked_fill(hidden, float("-inf"))
     lost = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores, -1).masked_fill(lost, 0.0)
-    found = weights.unflatten(1, shared) @ v.unsqueeze(2)
+    output = weights.unflatten(1, shared) @ v.unsqueeze(2)
     # Not recorded as a view, as inside `matmul`: nobody else has `found`.
-    return torch.ops.aten._unsafe_view(found, (*q.shape[:3], v.shape[3]))
+    return torch.ops.aten._unsafe_view(output, (*q.shape[:3], v.shape[3]))
 
 
 def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -241,8 +241,8 @@ def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
     batch, heads, rows, _ = q.shape
     if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
         return rows
-    each = batch * heads * k.shape[2] * q.element_size()
-    return max(1, min(rows, _CHUNK_BYTES[q.device.type] // max(1, each)))
+    row_bytes = batch * heads * k.shape[2] * q.element_size()
+    return max(1, min(rows, _CHUNK_BYTES[q.device.type] // max(1, row_bytes)))
 
 
 def work(problem: Attention) -> Work:
@@ -260,9 +260,11 @@ def family(problem: Attention) -> tuple[tuple, int]:
     """Problems that differ in their length only, and a little in how much of it counts; and that length."""
     square = problem.rows == problem.keys
     packed = all(strides[3] == 1 for strides in problem.strides)
-    same = problem._replace(rows=0, keys=0 if square else problem.keys, strides=(), share=0, common=0)
+    without_sizes = problem._replace(
+        rows=0, keys=0 if square else problem.keys, strides=(), share=0, common=0
+    )
     uneven = (problem.share - problem.common) // 20
-    return (square, packed, problem.heads_inside, uneven, *same), problem.rows
+    return (square, packed, problem.heads_inside, uneven, *without_sizes), problem.rows
 
 
 def arguments(

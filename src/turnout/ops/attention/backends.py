@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def refuses(
     problem: Attention, device: Device, *, widest: int, dtypes: tuple[torch.dtype, ...] = HALF
 ) -> Iterator[str]:
-    """What every fused kernel of torch needs."""
+    """Reasons why none of torch's fused kernels can take a problem."""
     if device.type != "cuda":
         yield f"device {device.name}, this route needs a GPU"
     yield from needs.needs_dtype(problem.dtype, *dtypes)
@@ -128,9 +128,9 @@ def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
 
 
 @returns_own
-def _output(found: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
+def _output(result: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
     """The output alone: some versions return sums with it."""
-    return like_queries((found if isinstance(found, Tensor) else found[0]).transpose(1, 2), q)
+    return like_queries((result if isinstance(result, Tensor) else result[0]).transpose(1, 2), q)
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

@@ -85,7 +85,7 @@ run_flash = runs_plan(plan_flash)
 
 
 class _Beside(threading.local):
-    """Of each thread its own: a stream must not be drawn into what another thread captures."""
+    """Streams of this thread alone: another thread's capture must not draw them in."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -79,7 +79,7 @@ def channel_last(x: Tensor) -> bool:
 
 
 def fresh(t: Tensor) -> Tensor:
-    """The same values, contiguous, with exactly the strides of a fresh tensor."""
+    """Copy a tensor unless it is contiguous with exactly the strides of a fresh one."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -120,7 +120,7 @@ class Seen(NamedTuple):
         return Seen(torch.cat([before, x.to(wide)], 2), marks, cu_seqlens, states, reach, length)
 
     def own(self, k: int) -> Tensor | None:
-        """Where tap k falls on the output's own sequence, [batch, 1, length]; None for everywhere."""
+        """Whether tap k falls on the output's own sequence, [batch, 1, length]; None if it always does."""
         return (
             None
             if self.marks is None
@@ -128,9 +128,9 @@ class Seen(NamedTuple):
         )
 
     def tap(self, k: int) -> Tensor:
-        """What tap k sees, [batch, dim, length].
+        """The values that tap k multiplies, [batch, dim, length].
 
-        What does not count is selected away, never multiplied by zero: NaN stays at home.
+        Values of other sequences are replaced, not multiplied by zero, so that their NaN does not spread.
         """
         tap, own = self.line[..., k : k + self.length], self.own(k)
         if own is None:
@@ -184,7 +184,7 @@ class Seen(NamedTuple):
         return torch.where((since >= 0)[:, None], inside, self.states.gather(2, place))
 
     def last(self, marks: Tensor) -> Tensor:
-        """Which of the last positions belong to the last one's sequence, [batch, 1, reach]."""
+        """Whether each of the last positions belongs to the sequence of the very last, [batch, 1, reach]."""
         return (marks[:, self.length :] == marks[:, -1:])[:, None]
 
 
@@ -274,8 +274,8 @@ def work(problem: CausalConv1d) -> Work:
 def family(problem: CausalConv1d) -> tuple[tuple, int]:
     """Problems that differ in their length only, and that length."""
     strides = problem.strides if problem.layout == "strided" else ()
-    same = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
-    return (problem.layout, *same), problem.length
+    without_sizes = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
+    return (problem.layout, *without_sizes), problem.length
 
 
 def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
@@ -285,8 +285,8 @@ def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
         moved = device.seconds(problem.elements * (20 * problem.width + 24))
         return None if moved is None else max(fitted.host * (2 * problem.width + 10), moved / fitted.share)
     if device.type == "cpu":
-        each = fitted.element_tap * problem.width + fitted.element
-        return fitted.start + fitted.start_tap * problem.width + problem.elements * each
+        per_element = fitted.element_tap * problem.width + fitted.element
+        return fitted.start + fitted.start_tap * problem.width + problem.elements * per_element
     return None
 
 

@@ -100,7 +100,7 @@ CALLS = [
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *rest: Any) -> Tensor:
-    """What models fall back to: a padded grouped convolution. It knows no packing and no states."""
+    """A padded grouped convolution, which models fall back to. It takes no packing and no states."""
     y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])[
         ..., : x.shape[2]
     ]

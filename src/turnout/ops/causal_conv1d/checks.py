@@ -1,4 +1,4 @@
-"""What a causal_conv1d call needs, said before anything runs: what was given, what is needed."""
+"""Check the arguments of causal_conv1d calls before anything runs; errors say what was passed and needed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check(
 
 
 def check_filter(x: Tensor, dim: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    """What a step of decoding needs as well."""
+    """Check the arguments of a step of decoding."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, it needs to be None or 'silu'")
     if weight.dim() != 2 or weight.shape[0] != dim or weight.shape[1] < 1:

@@ -95,11 +95,11 @@ def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d.kernels")
-    each = fitted.element_tap * problem.width + (
+    per_element = fitted.element_tap * problem.width + (
         fitted.element_silu if problem.activation else fitted.element
     )
-    each += fitted.element_packed if problem.seq_idx else 0
-    return fitted.start + problem.elements * each / device.cores
+    per_element += fitted.element_packed if problem.seq_idx else 0
+    return fitted.start + problem.elements * per_element / device.cores
 
 
 def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
@@ -129,9 +129,8 @@ def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
 
 def rows_tiles(problem: CausalConv1d, vector: int, most: int) -> list[Config]:
     """Long rows take a program several times; short rows share one."""
-    across = min(
-        most, power_of_two(max(2, ceil_div(problem.length, vector)))
-    )  # Triton 3.7 cannot analyse a tile one element wide
+    # At least two vectors: Triton 3.7 cannot analyse a tile one element wide.
+    across = min(most, power_of_two(max(2, ceil_div(problem.length, vector))))
     if across > 256:
         return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": across, "warps": 8}]
     if across == 256:

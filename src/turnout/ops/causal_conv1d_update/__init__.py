@@ -136,11 +136,13 @@ def reference(
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     live = None if conv_state_indices is None else conv_state_indices >= 0
     slots = None if conv_state_indices is None else conv_state_indices.clamp(min=0)
-    held = conv_state if slots is None else conv_state[slots]
+    states = conv_state if slots is None else conv_state[slots]
 
-    before = held[..., size - (width - 1) :]
+    before = states[..., size - (width - 1) :]
     if cache_seqlens is not None and width > 1:
-        before = held.gather(2, _ring(cache_seqlens, torch.arange(1 - width, 0, device=x.device), dim, size))
+        before = states.gather(
+            2, _ring(cache_seqlens, torch.arange(1 - width, 0, device=x.device), dim, size)
+        )
     line = torch.cat([before.to(wide), new.to(wide)], 2)
     acc = x.new_zeros(dim, 1, dtype=wide) if bias is None else bias.to(wide)[:, None]
     for k in range(width):
@@ -153,13 +155,13 @@ def reference(
     y = y.new_empty(batch, dim).copy_(y[..., 0]) if flat else dense(y, channel_last(x))
 
     if cache_seqlens is None:
-        moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]
+        moved = torch.cat([states, new.to(states.dtype)], 2)[..., length:]
     elif size:
-        kept = min(length, size)  # of positions that fall on one place the last one stays
-        at = _ring(cache_seqlens, torch.arange(length - kept, length, device=x.device), dim, size)
-        moved = held.scatter(2, at, new[..., length - kept :].to(held.dtype))
+        written = min(length, size)  # of positions that fall on one place the last one stays
+        at = _ring(cache_seqlens, torch.arange(length - written, length, device=x.device), dim, size)
+        moved = states.scatter(2, at, new[..., length - written :].to(states.dtype))
     else:
-        moved = held
+        moved = states
     if slots is None or live is None:
         conv_state.copy_(moved)  # last: what is read may overlap the state
     elif batch:
@@ -167,7 +169,7 @@ def reference(
         # stands there if none is live.
         place = torch.arange(batch, device=x.device)
         own = torch.where(live, place, live.to(torch.uint8).argmax())
-        conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], held[own]))
+        conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], states[own]))
     return y
 
 
@@ -202,10 +204,10 @@ def reference_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
             else max(fitted.host * (2 * problem.width + 14 + 8 * problem.chosen_slots), moved / fitted.share)
         )
     if device.type == "cpu":
-        each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
+        per_element = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
             problem.length, 1
         )
-        return fitted.start + problem.batch * problem.dim * each
+        return fitted.start + problem.batch * problem.dim * per_element
     return None
 
 

@@ -65,10 +65,10 @@ def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d_update.kernels")
-    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
+    per_element = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
         problem.length, 1
     )
-    return fitted.start + problem.batch * problem.dim * each / device.cores
+    return fitted.start + problem.batch * problem.dim * per_element / device.cores
 
 
 def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:
@@ -178,7 +178,7 @@ def cpu_channels(
     taps = array(weight.to(torch.float32).t().contiguous())
     shift = np.zeros(dim, np.float32) if bias is None else array(bias.to(torch.float32).contiguous())
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
-    given = (
+    arguments = (
         flat(new),
         flat(conv_state),
         taps,
@@ -191,7 +191,7 @@ def cpu_channels(
         strides,
         activation == "silu",
     )
-    run = functools.partial(update, *given)
+    run = functools.partial(update, *arguments)
     run(0, 0)  # compiles: an interruption of that must not leave some of the states updated
     in_shares(run, tiles_of(batch, dim))
     return out

@@ -103,7 +103,7 @@ CALLS = [
 
 
 def joined_in(layout: str) -> Any:
-    """What models do: concatenate, pad, convolve, in one layout."""
+    """Concatenate, pad and convolve in one layout, as models do."""
 
     def run(
         input: Tensor,
@@ -153,12 +153,14 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both
     paddings.
     """
-    found, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
-    x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
-    before = (weight.shape[2] - 1) * found["dilation"][0]
-    held = draw.choice((None, None, before, before, max(0, before - 1), before + 1))
-    cache = None if held is None else random_tensor(draw, (*x.shape[:2], held, *x.shape[3:]), dtype, device)
-    numbers = (found["stride"], found["padding"][1:], found["dilation"], found["groups"])
+    sizes, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
+    x, weight = (random_tensor(draw, sizes[name], dtype, device) for name in ("shape", "weight"))
+    before = (weight.shape[2] - 1) * sizes["dilation"][0]
+    cached = draw.choice((None, None, before, before, max(0, before - 1), before + 1))
+    cache = (
+        None if cached is None else random_tensor(draw, (*x.shape[:2], cached, *x.shape[3:]), dtype, device)
+    )
+    numbers = (sizes["stride"], sizes["padding"][1:], sizes["dilation"], sizes["groups"])
     return x, weight, random_bias(draw, weight.shape[0], dtype, device), cache, *numbers, mode
 
 

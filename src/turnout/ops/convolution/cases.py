@@ -101,7 +101,7 @@ def named(
     groups: int = 1,
     layout: str = LAST,
 ) -> str:
-    """What a case is called: `4x480x832 96->96 3x3x3 channels-last`."""
+    """The name of a case: `4x480x832 96->96 3x3x3 channels-last`."""
     parts = ["x".join(map(str, size)), f"{channels[0]}->{channels[1]}", "x".join(map(str, kernel))]
     parts += [
         f"{word} {n}"
@@ -137,9 +137,8 @@ def random_sizes(draw: random.Random, spatial: int) -> dict[str, Any]:
     stride = [1 if plain else draw.choice((1, 1, 2, 3)) for _ in range(spatial)]
     dilation = [1 if plain else draw.choice((1, 1, 2)) for _ in range(spatial)]
     padding = [k // 2 if plain else draw.choice((0, 1, 2)) for k in kernel]
-    if (
-        max(kernel) > 1 or groups > 1
-    ):  # oneDNN crashes on some calls in which outputs see nothing but padding (torch 2.13)
+    # oneDNN crashes on some calls in which outputs see nothing but padding (torch 2.13).
+    if max(kernel) > 1 or groups > 1:
         padding = [min(p, d * (k - 1)) for p, d, k in zip(padding, dilation, kernel, strict=True)]
     least = (max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True))
     size = [n + draw.choice((0, 0, 1, 2, 4, 6)) for n in least]
@@ -189,9 +188,9 @@ def random_bias(draw: random.Random, count: int, dtype: torch.dtype, device: tor
 
 def random_convolution(draw: random.Random, device: torch.device, spatial: int) -> tuple:
     """The public arguments of any valid call of conv2d or conv3d."""
-    found, dtype = random_sizes(draw, spatial), draw.choice(KINDS)
-    x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
-    numbers = (found["stride"], found["padding"], found["dilation"], found["groups"])
+    sizes, dtype = random_sizes(draw, spatial), draw.choice(KINDS)
+    x, weight = (random_tensor(draw, sizes[name], dtype, device) for name in ("shape", "weight"))
+    numbers = (sizes["stride"], sizes["padding"], sizes["dilation"], sizes["groups"])
     convolve = F.conv2d if spatial == 2 else F.conv3d
     residual = None
     if draw.random() < 0.2:

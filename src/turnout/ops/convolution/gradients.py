@@ -37,7 +37,7 @@ def convolution_vjp(inputs: tuple, grads: tuple) -> tuple:
     """A gradient for each input of conv2d or conv3d."""
     input, weight, bias, stride, padding, dilation, groups, residual = inputs
     (grad,) = grads
-    found = convolution_backward(
+    gradients = convolution_backward(
         grad, input, weight, bias, stride, padding, dilation, groups, input.requires_grad
     )
-    return *found, None, None, None, None, residual_gradient(grad, residual)
+    return *gradients, None, None, None, None, residual_gradient(grad, residual)

@@ -87,9 +87,9 @@ def needs_sums_as_exact(
     """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch
     takes elsewhere.
     """
-    same = problem.output_channels_last and not on_torchs_own_loop(problem, device)
+    keeps_layout = problem.output_channels_last and not on_torchs_own_loop(problem, device)
     longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
-    if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
+    if device.type == "cpu" and problem.dtype is torch.float32 and not keeps_layout and length > longest:
         yield f"sums of {length} products where torch adds more carefully, this route needs at most {longest}"
 
 
@@ -142,7 +142,7 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
     if device.type != "cpu":
         yield f"device {device.name}, this route needs a CPU"
     elif problem.invalid() is None and not on_torchs_own_loop(problem, device):
-        yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
+        yield "torch runs this call with oneDNN, this route needs a call that torch runs without oneDNN"
     elif not device.has_avx512:  # without it, channels first are added up in one go too
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
         yield from needs_sums_as_careful(problem, device, prod(problem.weight[1:]), SHORT_SUM)
@@ -208,10 +208,9 @@ def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
     if problem.invalid() is None and problem.output[2] < 2:
         yield f"{problem.output[2]} output frames, this route needs at least 2"
     if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem, device):
-        yield "torch keeps this call from oneDNN, this route needs one that it takes there"
-    if (
-        device.type == "cpu" and problem.groups > 1
-    ):  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
+        yield "torch runs this call without oneDNN, this route needs a call that torch runs with oneDNN"
+    # With groups oneDNN in bfloat16 reads outside of a clip that is part of a longer one (torch 2.13).
+    if device.type == "cpu" and problem.groups > 1:
         yield f"{problem.groups} groups, this route needs 1 on a CPU"
 
 

@@ -73,7 +73,7 @@ def torch_format(
 
 
 def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    """What cuDNN and oneDNN do: channels last where the input or the weight is."""
+    """The format cuDNN and oneDNN return: channels last where the input or the weight is."""
     last = any(channels_last(tuple(x.shape), x.stride()) for x in (input, weight))
     return LAST[input.dim()] if last else FIRST
 
@@ -135,7 +135,7 @@ def dense_strides(shape: Sequence[int], format: torch.memory_format) -> tuple[in
 
 
 def channels_side_by_side(x: Tensor) -> Tensor:
-    """The same tensor, channels last."""
+    """A tensor with channels last, as it is or copied."""
     return x.contiguous(memory_format=LAST[x.dim()])
 
 

@@ -132,11 +132,11 @@ def of_pieces(
     dilation: Numbers,
     groups: int,
 ) -> Tensor:
-    """The same for clips that lie in several pieces."""
+    """Convolve clips that lie in several pieces by depth taps."""
     count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, groups)
     clips = []
     for n in range(count):
-        parts = []  # first output, end, what they see, by which weight
+        parts = []  # (first output, end, frames that they use, weight)
         for channel in range(0, weight.shape[1], share):
             for values, start in pieces:
                 frames = channels_side_by_side(
@@ -149,22 +149,10 @@ def of_pieces(
                     seen = frames[frame : frame + (end - first - 1) * stride[0] + 1 : stride[0]]
                     if end > first:
                         parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
-        parts.sort(
-            key=lambda part: part[0] - part[1]
-        )  # the one that reaches most outputs comes first and carries the bias
-        clips.append(
-            _of_parts(
-                parts,
-                outputs,
-                pieces[0].values.shape[3:],
-                weight,
-                bias,
-                stride[1:],
-                padding[1:],
-                dilation[1:],
-                groups,
-            )
-        )
+        # The part that reaches most outputs comes first and adds the bias.
+        parts.sort(key=lambda part: part[0] - part[1])
+        numbers = (stride[1:], padding[1:], dilation[1:], groups)
+        clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, *numbers))
     return (clips[0].unsqueeze_(0) if count == 1 else torch.stack(clips)).transpose_(1, 2)
 
 

@@ -152,7 +152,7 @@ class Convolution(NamedTuple):
                 f"an input of {len(self.input)} and a weight of {len(self.weight)} dimensions, "
                 f"this route needs {spatial + 2} of both"
             )
-        if any(len(given) != spatial for given in (self.stride, self.padding, self.dilation)):
+        if any(len(numbers) != spatial for numbers in (self.stride, self.padding, self.dilation)):
             return (
                 f"stride {self.stride}, padding {self.padding}, dilation {self.dilation}, "
                 f"this route needs {spatial} numbers each"

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
@@ -110,6 +111,8 @@ def normalised(
         return _empty_norm(x, weight, bias)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
+    if forward_ad._current_level >= 0:
+        x = x.contiguous()  # torch's forward derivative takes no other (2.13)
     if all(tensor is None or tensor.dtype == x.dtype for tensor in (weight, bias)):
         y = torch.group_norm(x, groups, weight, bias, eps)
     else:

@@ -91,23 +91,25 @@ def work(problem: UpsampleConv2d) -> Work:
     """The small image read once, the output written once; a multiplication and an addition for each weight
     and pixel it falls on.
     """
-    found = costs.work(problem.large)
+    large_work = costs.work(problem.large)
     saved = (prod(problem.large.input) - prod(problem.small.input)) * problem.small.dtype.itemsize
-    return found._replace(
-        bytes=found.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products
+    return large_work._replace(
+        bytes=large_work.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products
     )
 
 
 def family(problem: UpsampleConv2d) -> tuple:
     """Problems that differ in the size of the image only, and its pixels."""
-    same, pixels = costs.family(problem.small)
-    return (same, problem.scale), 0 if problem.invalid() else pixels
+    without_sizes, pixels = costs.family(problem.small)
+    return (without_sizes, problem.scale), 0 if problem.invalid() else pixels
 
 
 def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     """The convolution on the large image, which is written before."""
-    found = costs.reference_cost(problem.large, device)
-    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+    seconds = costs.reference_cost(problem.large, device)
+    return (
+        None if seconds is None else seconds + costs.copying(prod(problem.large.input), problem.small, device)
+    )
 
 
 def arguments(

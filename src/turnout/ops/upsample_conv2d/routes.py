@@ -97,13 +97,13 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     filters = small._replace(
         weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem)))
     )
-    found = costs.channels_last_cost(filters, device)
+    seconds = costs.channels_last_cost(filters, device)
     on_cpu = device.type == "cpu"
     prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
     return (
         None
-        if found is None
-        else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
+        if seconds is None
+        else prepared + seconds + costs.copying(2 * prod(problem.large.output), small, device)
     )
 
 
@@ -124,8 +124,10 @@ def refuses_channels_last(problem: UpsampleConv2d, device: Device) -> Iterator[s
 
 
 def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
-    found = costs.channels_last_cost(problem.large, device)
-    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+    seconds = costs.channels_last_cost(problem.large, device)
+    return (
+        None if seconds is None else seconds + costs.copying(prod(problem.large.input), problem.small, device)
+    )
 
 
 @UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, **IN_TORCH)
@@ -180,11 +182,11 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
-    """What a route by this kernel is declared with."""
+    """The keywords that declare a route by this kernel."""
 
     def refuses(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
-        found = list(refuses_even_phases(problem, device))
-        yield from found or kernel.refuses_on(phase_tasks(problem)[0], device)
+        reasons = list(refuses_even_phases(problem, device))
+        yield from reasons or kernel.refuses_on(phase_tasks(problem)[0], device)
 
     def cost(problem: UpsampleConv2d, device: Device) -> float | None:
         seconds = [kernel.seconds(task, device) for task in phase_tasks(problem)]
@@ -272,9 +274,8 @@ def plan_phases(
         memory_format=LAST[4],
     )
     fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
-    filters = workspace.unflatten(0, (scale, scale)).permute(
-        0, 1, 2, 5, 3, 4
-    )  # [scale, scale, Cout, Cin, rows, columns]
+    # [scale, scale, Cout, Cin, rows, columns]
+    filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
     launches = [
         one_launch(
             lowering,

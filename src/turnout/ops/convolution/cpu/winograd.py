@@ -36,7 +36,7 @@ FEW_PARTS = 64  # of the filters, 2 us each: to wake a thread takes longer than 
 
 
 class Block(NamedTuple):
-    """What a thread works on at a time: frames that come out, tiles down and across, filters."""
+    """The block that a thread computes at a time: output frames, tiles down and across, filters."""
 
     chunk: int
     tall: int
@@ -48,10 +48,10 @@ class Block(NamedTuple):
 def block_of(
     plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool
 ) -> Block:
-    """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little
-    for all threads, tiles or
-    filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come
-    out are the plan.
+    """Choose blocks with enough tiles to make up for reading all filters, and few enough for the cache.
+
+    Where that makes too few blocks for all threads, tiles or filters are divided, whichever are more. `plan`
+    holds channels, filters, depth of the kernel and output frames.
 
     >>> block_of((96, 96, 3, 4), (30, 52), 1, 2, True), block_of((384, 384, 3, 2), (4, 6), 1, 2, False)
     (Block(chunk=4, tall=2, wide=52, share=96), Block(chunk=2, tall=4, wide=6, share=96))
@@ -63,7 +63,7 @@ def block_of(
     blocks = clips * ceil_div(outputs, chunk) * ceil_div(across, wide)
 
     def longest(tall: int) -> int:
-        """What the thread with most tiles has, counted as they are multiplied."""
+        """The tiles of the busiest thread, each row of them rounded up to whole units."""
         return ceil_div(blocks * ceil_div(down, tall), threads) * ceil_div(tall * wide, unit) * unit
 
     highest = max(1, min(down, most // wide))
@@ -189,6 +189,16 @@ def of_finite(
         )
         cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
         blocks = clips * prod(ceil_div(n, size) for n, size in cuts)
-        given = (x, x_steps, u, point, shift[first:], flat(y[:, first : first + count]), y_steps, plan, last)
-        in_shares(functools.partial(kernels.convolve, *given, np.zeros(1, np.int64), odd, blocks), blocks)
+        operands = (
+            x,
+            x_steps,
+            u,
+            point,
+            shift[first:],
+            flat(y[:, first : first + count]),
+            y_steps,
+            plan,
+            last,
+        )
+        in_shares(functools.partial(kernels.convolve, *operands, np.zeros(1, np.int64), odd, blocks), blocks)
     return None if odd[0] else y

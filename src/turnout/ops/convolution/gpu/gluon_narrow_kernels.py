@@ -1,14 +1,16 @@
 """Convolutions with few filters for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
 
-Columns of the product are columns of the kernel, then filters, so a pixel is fetched once for all columns of the kernel. What belongs to
-one output pixel then stands in neighbouring rows of the sums, and is gathered from there. The two warpgroups' 64 pixels overlap by as many
-as the kernel is wide, less one.
+Columns of the product are columns of the kernel, then filters, so a pixel is fetched once for all columns of
+the kernel. What belongs to one output pixel then stands in neighbouring rows of the sums, and is gathered
+from there. The two warpgroups' 64 pixels overlap by as many as the kernel is wide, less one.
 
-`narrow_out` shares places along S among the outputs of a tile, as `implicit_gemm` does. `narrow_out_rolled` goes down the rows of a strip:
-each is fetched once, and added to all the outputs that see it. What bounds both is how fast the second-level cache hands out pixels.
+`narrow_out` shares places along S among the outputs of a tile, as `implicit_gemm` does. `narrow_out_rolled`
+goes down the rows of a strip: each is fetched once, and added to all the outputs that see it. What bounds
+both is how fast the second-level cache hands out pixels.
 """
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false
 # ruff: noqa: RUF005 (no starred expressions in Triton)
 
 from triton.experimental import gluon
@@ -31,7 +33,9 @@ from turnout.ops.convolution.gpu.gluon_kernels import (
 
 @gluon.constexpr_function
 def sums_layout(columns, bits):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
+    )
 
 
 @gluon.jit
@@ -39,7 +43,12 @@ def write(
     sums, out, residual, bias, n, s, u, w, inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
     layout: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """WINDOW output pixels from w on, from the products [64, BK * BF] of 64 input pixels."""
+    """Write WINDOW output pixels of [n, s, u] from w on.
+
+    sums: products [64, BK * BF] of 64 input pixels, in `layout`. residual, bias: may be None. inside: whether
+    this row is inside of the output. on, os, ou, ow, oc and rn, ..., rc: strides of out and residual, in
+    elements.
+    """
     LANES: gl.constexpr = BF if BF < 32 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
     column = gl.arange(0, BK * BF, gl.SliceLayout(0, layout)) // BF
@@ -60,14 +69,20 @@ def write(
         beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)
         total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
     to = gl.cast(n, gl.int64) * on + gl.cast(s, gl.int64) * os + gl.cast(u, gl.int64) * ou
-    gl.store(out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside)
+    gl.store(
+        out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside
+    )
 
 
 @gluon.jit
 def compute_narrow(
-    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters, OS, OU, OW, on, os, ou, ow, oc,
-    rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
-    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+    out, residual, bias,  # [N, OS, OU, OW, filters] by their strides, [filters]
+    xs, b1, full, free_x, free_b, tiles, nw, nt, ns,  # as in `fetch`
+    groups, filters, OS, OU, OW,  # groups of a tile; sizes of the output
+    on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # strides of out and residual, in elements
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr,  # columns of the kernel and filters, as powers of two
+    WINDOW: gl.constexpr, HALF: gl.constexpr,  # output pixels of a warpgroup; which one this is
 ):  # fmt: skip
     """One warpgroup: WINDOW pixels of every tile."""
     BN: gl.constexpr = BK * BF
@@ -82,24 +97,29 @@ def compute_narrow(
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (none,)
         accs = accumulate(
-            accs, group, groups, pixels, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, HALF
+            accs, group, groups, pixels, b1, b1, full, free_x, free_b, layout, layout,
+            KS, SLOTS, STAGES, BC, BN, 0, True, HALF,
         )  # fmt: skip
         group += groups
         for i in gl.static_range(SLOTS):
             write(
-                accs[i], out, residual, bias, n, s + i, u, w, (s + i < OS) & (u < OU), filters, OW, on, os, ou, ow, oc,
-                rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+                accs[i], out, residual, bias, n, s + i, u, w, (s + i < OS) & (u < OU), filters, OW,
+                on, os, ou, ow, oc, rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out(
     x, cache, w1, out, residual, bias,
-    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
+    filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
+    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # as in `fetch`
+    REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
 ):  # fmt: skip
-    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for each tap along U only."""
+    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for
+    each tap along U only."""
     PLACES: gl.constexpr = SLOTS + KS - 1
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
     b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
@@ -107,12 +127,18 @@ def narrow_out(
     groups = KU * channel_blocks
     gl.warp_specialize(
         [
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
-                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
-                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
-                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 2, 1, WINDOW, BC, BK * BF, 0, False)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b,
+                              tiles, nw, nt, ns, groups, filters, OS, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b,
+                              tiles, nw, nt, ns, groups, filters, OS, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b,
+                     tiles, 1, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE,
+                     SLOTS, STAGES, 2, 1, WINDOW, BC, BK * BF, 0, False)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -121,8 +147,9 @@ def narrow_out(
 
 @gluon.jit
 def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
-    """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other one is: two strips then come to
-    the rows they share at the same time, and one of them finds these in the cache. Frames are neighbours: they read the same ones."""
+    """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other
+    one is: two strips then come to the rows they share at the same time, and one of them finds these in the
+    cache. Frames are neighbours: they read the same ones."""
     s = tile % ns
     tile = tile // ns
     w = (tile % nw) * (2 * WINDOW)
@@ -132,8 +159,9 @@ def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a barrier: when another process
-    is given the card for a while, those 8 bytes do not come back as they were."""
+    """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a
+    barrier: when another process is given the card for a while, those 8 bytes do not come back as they
+    were."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -143,8 +171,8 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fetch_rolled(
     x, cache, w1, xs, taps, full, free, held, tiles, nw, nu, ns, frames, ps, pu, pw,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The whole weight once, then row by row: all frames that an output sees, all channels."""
     ROW_BYTES: gl.constexpr = BC * x.dtype.primitive_bitwidth // 8
@@ -152,7 +180,9 @@ def fetch_rolled(
     for ku in range(KU):
         for ks in range(KS):
             for block in range(BLOCKS):
-                async_load(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
+                async_load(
+                    w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block)
+                )
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)
@@ -169,20 +199,27 @@ def fetch_rolled(
                     mbarrier.expect(ready, 128 * ROW_BYTES)
                     for half in gl.static_range(2):
                         into = xs.index(2 * stage + half)
-                        fetch_box(x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC, ready, into, False)
+                        fetch_box(
+                            x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC,
+                            ready, into, False,
+                        )  # fmt: skip
                     step += 1
 
 
 @gluon.jit
 def compute_rolled(
-    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns,
+    filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
     KU: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to r, whose sums take turns: once
-    the last row an output sees has been added, it is written, and its place begins anew. Pixels are read once, into registers."""
+    """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to
+    r, whose sums take turns: once the last row an output sees has been added, it is written, and its place
+    begins anew. Pixels are read once, into registers."""
     layout: gl.constexpr = sums_layout(BK * BF, xs.dtype.primitive_bitwidth)
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth)
+    operand: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth
+    )
     none = gl.zeros((64, BK * BF), gl.float32, layout)
     mbarrier.wait(held, 0)
     step = 0
@@ -199,7 +236,9 @@ def compute_rolled(
                     pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)
                     for ku in gl.static_range(KU):
                         tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
-                        accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
+                        accs = multiply(
+                            pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC
+                        )
                     # Triton makes the four warps meet here, so all of them have read their pixels.
                     mbarrier.arrive(free.index(stage), count=1)
                     accs = settle(accs, (pixels,), 0)
@@ -208,8 +247,8 @@ def compute_rolled(
                 at_u = u + gl.where(up, ROWS - 1 - row, row)
                 inside = (row >= 0) & (at_u < OU)
                 write(
-                    accs[(j + 1) % KU], out, residual, bias, n, s, at_u, w + HALF * WINDOW, inside, filters, OW, on, os, ou, ow, oc,
-                    rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+                    accs[(j + 1) % KU], out, residual, bias, n, s, at_u, w + HALF * WINDOW, inside,
+                    filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
                 )  # fmt: skip
                 accs = accs[: (j + 1) % KU] + (none,) + accs[(j + 1) % KU + 1 :]
 
@@ -218,8 +257,9 @@ def compute_rolled(
 def narrow_out_rolled(
     x, cache, w1, out, residual, bias,
     tiles, nw, nu, ns, frames, ps, pu, pw, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr,
+    WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)
@@ -229,11 +269,14 @@ def narrow_out_rolled(
     held = barriers(1, 1)
     gl.warp_specialize(
         [
-            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
-                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
-                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch_rolled, (x, cache, w1, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, frames, ps, pu, pw,
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0),
+                              tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0),
+                              tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch_rolled, (x, cache, w1, xs, taps, full, free, held.index(0),
+                            tiles, nw, nu, ns, frames, ps, pu, pw,
                             KS, KU, BLOCKS, REPLICATE, ROWS, STAGES, BC, BK * BF, WINDOW)),
         ],
         [4, 1],

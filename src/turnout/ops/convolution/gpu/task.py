@@ -19,10 +19,13 @@ MOST_NARROW = 64  # filters times columns of the kernel, each rounded up to a po
 
 
 class Task(NamedTuple):
-    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is
-    what stands before the first frame, row and column; what stands behind the last follows from the size of
-    `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache` counts
-    frames."""
+    """One convolution as the GPU kernels see it.
+
+    Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding`
+    counts the zeros before the first frame, row and column; the padding behind the last follows from the size
+    of `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache`
+    counts frames.
+    """
 
     x: tuple[int, ...]
     weight: tuple[int, ...]
@@ -41,8 +44,8 @@ class Task(NamedTuple):
 
     @property
     def frames_before(self) -> bool:
-        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find
-        them.
+        """Whether frames that are not zero stand before the first: only kernels that read frame by frame can
+        use them.
         """
         return self.cache > 0 or self.replicates
 
@@ -65,7 +68,7 @@ class Task(NamedTuple):
 
 
 def implicit_gemm_refuses(task: Task) -> Iterator[str]:
-    """What `implicit_gemm` cannot do. Strides, layouts and channel counts are all welcome."""
+    """Reasons why `implicit_gemm` cannot take a task. Strides and layouts are never among them."""
     yield from needs.needs_dtype(task.dtype, torch.float32, torch.float16, torch.bfloat16)
     if not prod(task.out) or not prod(task.x) or not prod(task.weight):
         yield "an empty tensor, this route needs at least one element"
@@ -79,7 +82,7 @@ def implicit_gemm_refuses(task: Task) -> Iterator[str]:
 
 
 def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
-    """What `implicit_gemm_hopper` cannot do, beside running on another card than Hopper."""
+    """Reasons why `implicit_gemm_hopper` cannot take a task on a Hopper card."""
     yield from hopper_refuses(task)
     yield from needs_steps("filters", task.weight[0], task)
     yield from needs_tma("output", task.out, task.out_strides, task)
@@ -88,7 +91,7 @@ def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
 
 
 def narrow_out_refuses(task: Task) -> Iterator[str]:
-    """What `narrow_out` cannot do."""
+    """Reasons why `narrow_out` cannot take a task."""
     yield from implicit_gemm_refuses(task)
     yield from few_filters_refuse(task)
     _, channels, *kernel = task.weight
@@ -100,7 +103,7 @@ def narrow_out_refuses(task: Task) -> Iterator[str]:
 
 
 def narrow_out_hopper_refuses(task: Task) -> Iterator[str]:
-    """What `narrow_out_hopper` cannot do, beside running on another card than Hopper."""
+    """Reasons why `narrow_out_hopper` cannot take a task on a Hopper card."""
     yield from hopper_refuses(task)
     yield from few_filters_refuse(task)
     if max(task.weight[2:4]) > MOST_TAPS:
