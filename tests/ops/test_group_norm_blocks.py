@@ -202,8 +202,19 @@ def test_parts_between_blocks_are_refused(where, message):
         block_sums(torch.zeros(1, 4, 32, 8), 2, where)
 
 
-def test_block_sums_are_chosen_for_large_images_only():
-    large, small = torch.empty(1, 128, 256, 256, device="meta"), torch.empty(1, 128, 16, 16, device="meta")
-    assert turnout.explain(turnout.group_norm_silu, large, 32, device="cpu").chosen == NAME
-    assert turnout.explain(turnout.group_norm_silu, small, 32, device="cpu").chosen == "reference"
-    assert turnout.explain(turnout.group_norm_silu, large.double(), 32, device="cpu").chosen == "reference"
+@pytest.mark.parametrize(
+    ("shape", "dtype", "chosen"),
+    [
+        ((1, 128, 256, 256), torch.float32, NAME),  # 32 MiB
+        ((1, 256, 256, 256), torch.bfloat16, NAME),
+        ((1, 192, 256, 256), torch.bfloat16, "reference"),  # 24 MiB
+        ((1, 128, 256, 256), torch.bfloat16, "reference"),
+        ((1, 128, 208, 208), torch.float32, "reference"),
+        ((1, 128, 16, 16), torch.float32, "reference"),
+        ((1, 128, 256, 256), torch.float64, "reference"),
+    ],
+)
+def test_block_sums_are_chosen_where_they_were_measured_faster(shape, dtype, chosen):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    for layout in (x, x.to(memory_format=torch.channels_last)):
+        assert turnout.explain(turnout.group_norm_silu, layout, 32, device="cpu").chosen == chosen

@@ -30,15 +30,15 @@ def folded(sizes: Sequence[int], *strides: Sequence[int]) -> tuple[list[int], li
     steps: list[list[int]] = [[] for _ in strides]
     for axis in kept:
         if lengths and all(
-            own[-1] == sizes[axis] * given[axis] for own, given in zip(steps, strides, strict=True)
+            own[-1] == sizes[axis] * x_strides[axis] for own, x_strides in zip(steps, strides, strict=True)
         ):
             lengths[-1] *= sizes[axis]
-            for own, given in zip(steps, strides, strict=True):
-                own[-1] = given[axis]
+            for own, x_strides in zip(steps, strides, strict=True):
+                own[-1] = x_strides[axis]
         else:
             lengths.append(sizes[axis])
-            for own, given in zip(steps, strides, strict=True):
-                own.append(given[axis])
+            for own, x_strides in zip(steps, strides, strict=True):
+                own.append(x_strides[axis])
     return lengths, steps
 
 

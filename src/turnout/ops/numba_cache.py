@@ -223,9 +223,9 @@ def folder() -> Path:
     return cache_folder().absolute() / "numba"
 
 
-def _may(what: str) -> bool:
+def _may(use: str) -> bool:
     """Whether the folder may be used for that. Looks at it until something is wrong for the first time."""
-    if what in _given_up or "find and keep" in _given_up:
+    if use in _given_up or "find and keep" in _given_up:
         return False
     try:
         why = why_unsafe(folder())
@@ -240,31 +240,31 @@ def _may(what: str) -> bool:
 
 def why_unsafe(place: Path) -> str | None:
     """Why files in a folder cannot be trusted, or None. A link is judged by where it leads."""
-    found = place.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = place.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return "is not a folder"
-    return _why_of_others(found)
+    return _why_of_others(status)
 
 
-def _why_of_others(found: os.stat_result) -> str | None:
+def _why_of_others(status: os.stat_result) -> str | None:
     if os.name != "posix":  # elsewhere the user's cache folder has an access list of its own
         return None
-    if found.st_uid != os.geteuid():
-        return f"belongs to user {found.st_uid}, and you are user {os.geteuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"may be written by others (mode {stat.S_IMODE(found.st_mode):04o})"
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, and you are user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"may be written by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 
 OWN_FOLDER = "Set TURNOUT_CACHE_DIR to a folder that only you can write."
 
 
-def _give_up(what: str, why: str, remedy: str = OWN_FOLDER) -> None:
+def _give_up(use: str, why: str, remedy: str = OWN_FOLDER) -> None:
     """Stop using the folder in this process, and say so once."""
     from turnout.routing.op import TurnoutWarning
 
-    if what not in _given_up:
-        _given_up.add(what)
+    if use not in _given_up:
+        _given_up.add(use)
         result = "compiled CPU kernels are not kept, so every process compiles them again"
         warnings.warn(f"turnout: {result}: {why}. {remedy}", TurnoutWarning, stacklevel=2)
 
@@ -275,11 +275,11 @@ def _read(file: Path, key: str) -> Any:
     for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):  # no link, no waiting for a FIFO; Windows
         flags |= getattr(os, name, 0)
     with open(file, "rb", opener=lambda path, _: os.open(path, flags)) as opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode) or _why_of_others(found) is not None:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or _why_of_others(status) is not None:
             return None
         content = opened.read()
-        if time.time() - found.st_mtime > _DAY:
+        if time.time() - status.st_mtime > _DAY:
             with contextlib.suppress(OSError):  # a folder that can only be read
                 os.utime(file)
     head = len(_MAGIC) + _DIGEST

@@ -82,12 +82,12 @@ def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ou
     channels = x.shape[1]
     if groups < 1 or channels % groups:
         raise ValueError(f"{channels} channels in {groups} groups, they need to be groups of one size")
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given is None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
             continue
-        if tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device:
+        if tuple(tensor.shape) != (channels,) or not tensor.is_floating_point() or tensor.device != x.device:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
                 f"it needs to be [{channels}] on {x.device}"
             )
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
@@ -113,11 +113,11 @@ def normalised(
         weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
     if forward_ad._current_level >= 0:
         x = x.contiguous()  # torch's forward derivative takes no other (2.13)
-    if all(given is None or given.dtype == x.dtype for given in (weight, bias)):
+    if all(tensor is None or tensor.dtype == x.dtype for tensor in (weight, bias)):
         y = torch.group_norm(x, groups, weight, bias, eps)
     else:
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale, shift = (None if given is None else given.to(wide) for given in (weight, bias))
+        scale, shift = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
         y = torch.group_norm(x.to(wide), groups, scale, shift, eps).to(x.dtype)
     return F.silu(y) if silu else y
 
@@ -178,8 +178,9 @@ class Axis(NamedTuple):
     out_step: int
 
 
-# Bytes from which x does not stay in a CPU's cache, and its output is memory that was not used before.
-LARGE_ON_CPU = 2**24
+# Bytes of x from which its output on a CPU is memory that was not used before: glibc keeps less than that for
+# the next tensor, and gives this much back to the system (its largest mmap threshold).
+LARGE_ON_CPU = 2**25
 MOST_AXES = 3  # of positions that have gaps between them
 ONE = Axis(1, 1, 0, 0, 0)
 
@@ -203,7 +204,7 @@ Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
     """
     befores, afters = list(reversed(padding[::2])), list(reversed(padding[1::2]))
     missing = len(shape) - 2 - len(befores)
-    found = [
+    walked = [
         Axis(size + before + after, size, before, x_step, out_step)
         for size, before, after, x_step, out_step in zip(
             shape[2:],
@@ -215,9 +216,9 @@ Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
         )
         if size + before + after != 1
     ]
-    found.sort(key=lambda axis: -axis.out_step)
+    walked.sort(key=lambda axis: -axis.out_step)
     kept: list[Axis] = []
-    for axis in found:
+    for axis in walked:
         outer = kept[-1] if kept else ONE
         padded = outer.size != outer.x_size or axis.size != axis.x_size
         steps = (axis.size * axis.x_step, axis.size * axis.out_step)
@@ -254,8 +255,8 @@ def family(problem: GroupNormSilu) -> tuple[tuple, int]:
 
 def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
     """On a GPU one block takes the moments of one group, 1.1e9 values a second on an H200, and channels-last
-    is copied there and back. On a CPU as measured with torch 2.13 on one core, see NOTES.md: two passes in
-    its cache, and where x is larger two fresh tensors."""
+    is copied there and back. On a CPU as measured with torch 2.13 on one core, see NOTES.md: two passes, and
+    where x is large two fresh tensors."""
     fitted = device.fitted("group_norm_silu.reference")
     if device.type == "cuda":
         groups = max(1, problem.shape[0] * problem.groups)

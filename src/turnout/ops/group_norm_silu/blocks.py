@@ -175,10 +175,10 @@ def normalise(
     sizes, x_steps, out_steps = _three(lengths, 1), _three(x_steps, 0), _three(out_steps, 0)
     norm, positions = _norm(moments, channels, weight, bias), prod(sizes)
     if channels == 1 or x.stride(1) == out.stride(1) == 1:
-        given = (flat(x), x.stride(0), x_steps, norm, flat(out), out.stride(0), out_steps, sizes, silu)
-        in_shares(functools.partial(kernels.apply_rows, *given), batch * positions)
+        arguments = (flat(x), x.stride(0), x_steps, norm, flat(out), out.stride(0), out_steps, sizes, silu)
+        in_shares(functools.partial(kernels.apply_rows, *arguments), batch * positions)
     else:
-        given = (
+        arguments = (
             flat(x),
             *x.stride()[:2],
             x_steps,
@@ -191,7 +191,7 @@ def normalise(
         )
         tiles = -(-sizes[2] // kernels.TILE)
         in_shares(
-            functools.partial(kernels.apply_lines, *given), batch * channels * sizes[0] * sizes[1] * tiles
+            functools.partial(kernels.apply_lines, *arguments), batch * channels * sizes[0] * sizes[1] * tiles
         )
     return out
 
@@ -258,8 +258,8 @@ def _with_channels_behind(x: Tensor) -> Tensor:
 
 def scaled(y: Tensor, scale: Tensor, shift: Tensor, silu: bool, first_apart: bool) -> Tensor:
     """A norm times scale, plus shift, and SiLU by torch's kernels, which on a GPU take each element alike."""
-    found = modulated(y, scale, shift, first_apart)
-    return in_format_of(F.silu(found) if silu else found.clone(), y)
+    result = modulated(y, scale, shift, first_apart)
+    return in_format_of(F.silu(result) if silu else result.clone(), y)
 
 
 def _norm(moments: Tensor, channels: int, weight: Tensor | None, bias: Tensor | None) -> Any:

@@ -1,4 +1,4 @@
-"""layer_norm_modulate and gated_add: what stands between the products of a diffusion transformer's block, in
+"""layer_norm_modulate and gated_add: the steps between the products of a diffusion transformer's block, in
 one pass each.
 """
 
@@ -95,15 +95,16 @@ class GatedAdd(LayerNormModulate):
         return LayerNormModulate.of(x, residual, gate, None, None, None, None, 0.0, False)
 
 
-def _dtype(given: Tensor | None) -> torch.dtype | None:
-    return None if given is None else given.dtype
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
-def _steps(given: Tensor | None) -> Strides | None:
-    if given is None:
+def _steps(modulation: Tensor | None) -> Strides | None:
+    """Strides of a modulation `[B or 1, S or 1, C]`; 0 where it is the same for all."""
+    if modulation is None:
         return None
     batch, token, channel = (
-        0 if size == 1 else stride for size, stride in zip(given.shape, given.stride(), strict=True)
+        0 if size == 1 else stride for size, stride in zip(modulation.shape, modulation.stride(), strict=True)
     )
     return batch, token, channel
 
@@ -127,32 +128,32 @@ def check(
     ):
         raise ValueError(
             f"residual is {residual.dtype} {list(residual.shape)} on {residual.device}, "
-            f"it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
+            f"it needs to be as x is: {x.dtype} {list(x.shape)} on {x.device}"
         )
     if gate is not None and residual is None:
-        raise ValueError("a gate without a residual, it needs something to be added to")
+        raise ValueError("a gate without a residual; pass the residual that gate * x is added to")
     batch, tokens, channels = x.shape
-    for name, given in (("gate", gate), ("scale", scale), ("shift", shift)):
-        if given is None:
+    for name, tensor in (("gate", gate), ("scale", scale), ("shift", shift)):
+        if tensor is None:
             continue
         fits = (
-            given.dim() == 3
-            and given.shape[0] in (1, batch)
-            and given.shape[1] in (1, tokens)
-            and given.shape[2] == channels
+            tensor.dim() == 3
+            and tensor.shape[0] in (1, batch)
+            and tensor.shape[1] in (1, tokens)
+            and tensor.shape[2] == channels
         )
-        if not fits or not given.is_floating_point() or given.device != x.device:
+        if not fits or not tensor.is_floating_point() or tensor.device != x.device:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
                 f"it needs to be [{batch}, {channels}], [{batch}, 1, {channels}] or "
                 f"[{batch}, {tokens}, {channels}] on {x.device}"
             )
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given is not None and (
-            tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and (
+            tuple(tensor.shape) != (channels,) or not tensor.is_floating_point() or tensor.device != x.device
         ):
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
                 f"it needs to be [{channels}] on {x.device}"
             )
 
@@ -173,9 +174,9 @@ def modulated(
     """The chain of PyTorch: each step is rounded to the widest of the dtypes, the last to h's. Half types
     throughout are Flux and Qwen-Image, modulations in float32 are Wan."""
     wide = h.dtype
-    for given in (weight, bias, scale, shift):
-        wide = wide if given is None else torch.promote_types(wide, given.dtype)
-    weight, bias = (None if given is None else given.to(wide) for given in (weight, bias))
+    for tensor in (weight, bias, scale, shift):
+        wide = wide if tensor is None else torch.promote_types(wide, tensor.dtype)
+    weight, bias = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
     y = F.layer_norm(h.to(wide), (h.shape[-1],), weight, bias, eps)
     y = y if scale is None else y * (1 + scale)
     y = y if shift is None else y + shift
@@ -197,7 +198,7 @@ def reference(
     shift: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """The norm, and what was normed; the latter is empty where that is x itself."""
+    """The norm and its input h, both `[B, S, C]`; h is empty where it is x itself."""
     check(x, residual, gate, weight, bias, scale, shift)
     h = x if residual is None else gated(x, residual, gate)
     y = modulated(h, weight, bias, scale, shift, eps)
@@ -273,9 +274,9 @@ GATED_ADD = Op(
 )
 
 
-def _by_token(given: Tensor | None) -> Tensor | None:
-    """`[B, C]` as `[B, 1, C]`."""
-    return given.unsqueeze(1) if given is not None and given.dim() == 2 else given
+def _by_token(modulation: Tensor | None) -> Tensor | None:
+    """Give a modulation `[B, C]` the shape `[B, 1, C]`; others stay as they are."""
+    return modulation.unsqueeze(1) if modulation is not None and modulation.dim() == 2 else modulation
 
 
 @overload
@@ -317,7 +318,7 @@ def layer_norm_modulate(
     """Layer norm over the last dimension, scaled and shifted, in one pass: `layer_norm(x) * (1 + scale) +
     shift`.
 
-    With `residual`, what is normed is `h = residual + gate * x`, and the pair of the norm and h is returned:
+    With `residual`, the norm is that of `h = residual + gate * x`, and the pair of it and h is returned:
     the end of one half of a diffusion transformer's block and the beginning of the next.
 
     x, residual: `[B, S, C]`, any strides. scale, shift, gate: `[B, C]`, `[B, 1, C]` or `[B, S, C]`, each may

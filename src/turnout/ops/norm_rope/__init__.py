@@ -58,7 +58,7 @@ class NormRope(NamedTuple):
     ) -> NormRope:
         weights = (q_weight, q2_weight, k_weight, k2_weight)
         check(q, q2, k, k2, weights, cos, sin, norm, rotary, pairing, out_layout)
-        given = [x for x in (q, q2, k, k2) if x is not None]
+        tensors = [x for x in (q, q2, k, k2) if x is not None]
         scales = [w for w in weights if w is not None]
         tables = [t for t in (cos, sin) if t is not None]
         return NormRope(
@@ -67,7 +67,7 @@ class NormRope(NamedTuple):
             tuple(x.shape[2] for x in (q, k) if x is not None),
             q.shape[3],
             rotary,
-            tuple(x.stride() for x in given),
+            tuple(x.stride() for x in tensors),
             q.dtype,
             scales[0].dtype if scales else None,
             table_kind(cos, rotary),
@@ -173,8 +173,8 @@ def reference(
         y = rotated(y, cos, sin, rotary, pairing)
         return (y.transpose(1, 2) if out_layout == "bhsd" else y).clone(memory_format=torch.contiguous_format)
 
-    found = chain(q, q2, q_weight, q2_weight)
-    return found, q.new_empty(0) if k is None else chain(k, k2, k_weight, k2_weight)
+    result = chain(q, q2, q_weight, q2_weight)
+    return result, q.new_empty(0) if k is None else chain(k, k2, k_weight, k2_weight)
 
 
 def work(problem: NormRope) -> Work:
@@ -231,11 +231,11 @@ Stream = Tensor | Sequence[Tensor]
 Weight = Tensor | Sequence[Tensor] | None
 
 
-def _two(x: Stream | None, what: str) -> tuple[Tensor | None, Tensor | None]:
+def _two(x: Stream | None, name: str) -> tuple[Tensor | None, Tensor | None]:
     if x is None or isinstance(x, Tensor):
         return x, None
     if not 1 <= len(x) <= 2:
-        raise ValueError(f"{what} has {len(x)} streams, it needs one or two: join others with torch.cat")
+        raise ValueError(f"{name} has {len(x)} streams, it needs one or two: join others with torch.cat")
     return x[0], x[1] if len(x) == 2 else None
 
 

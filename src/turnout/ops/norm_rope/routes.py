@@ -39,12 +39,12 @@ def refuses_anywhere(problem: NormRope) -> Iterator[str]:
             f"table of {reason}"
             for reason in needs.needs_dtype(problem.table_dtype, *needs.HALF_AND_SINGLE, torch.complex64)
         )
-    for what, strides in (
+    for tensors, strides in (
         ("x", [s[-1] for s in problem.strides]),
         ("the table", [s[-1] for s in problem.table_strides]),
     ):
         if any(stride != 1 for stride in strides):
-            yield f"columns of {what} {max(strides)} apart, this route needs them side by side"
+            yield f"columns of {tensors} {max(strides)} apart, this route needs them side by side"
     if len(set(problem.table_strides)) > 1:
         yield "cos and sin of different strides, this route needs the same"
 
@@ -87,7 +87,7 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
     )
     width = power_of_two(max(2, *parts))
     tries = 2 if problem.elements >= LARGE else 1
-    found: list[Config]
+    candidates: list[Config]
     if problem.norm == "all":
         most = max(problem.heads)
         even = most & -most  # the largest power of two that divides them
@@ -95,11 +95,11 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
         # Eight warps hold half as much each: from Triton 3.7 on four need 88 registers a thread, not 72, and
         # fewer fit.
         shapes = dict.fromkeys(((most_at_once, 4), (most_at_once, 8), (min(4, most_at_once), 4)))
-        found = [
+        candidates = [
             {"tokens": max(1, 1024 // (n * width)), "heads": n, "chunks": ceil_div(most, n), "warps": w}
             for n, w in shapes
         ]
-        return found if tries > 1 else found[:1]
+        return candidates if tries > 1 else candidates[:1]
     tokens = max(1, 1024 // width)
     tiles = problem.batch * sum(ceil_div(length, tokens) for length in problem.lengths)
     whole = [
@@ -107,15 +107,15 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
         for n in range(1, 9)
         if problem.heads[0] % n == 0 and tiles * sum(problem.heads) // n >= 6 * device.units
     ] or [1]
-    found = [
+    candidates = [
         {"tokens": tokens, "heads": 1, "chunks": n, "warps": 4}
         for n in dict.fromkeys((whole[-1], max(1, whole[-1] // 2)))
     ]
     in_order: Config = {"tokens": tokens, "heads": 1, "chunks": 1, "warps": 4, "by_head": True}
     return (
-        [in_order, *found[:tries]]
+        [in_order, *candidates[:tries]]
         if problem.table == "none" and problem.out_layout == "bhsd"
-        else found[:tries]
+        else candidates[:tries]
     )
 
 
@@ -256,7 +256,7 @@ def cpu_rows(
                 continue
             w = nothing if scale is None else array(scale.float().contiguous())
             batch, tokens, heads, dim = part.shape
-            given = (
+            arguments = (
                 flat(part),
                 *part.stride()[:3],
                 tokens,
@@ -268,5 +268,5 @@ def cpu_rows(
                 {"none": 0, "head": 1, "all": 2}[norm],
             )
             turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)
-            in_shares(functools.partial(kernel, *given, *turning), batch * tokens)
+            in_shares(functools.partial(kernel, *arguments, *turning), batch * tokens)
     return outs[0], outs[1]

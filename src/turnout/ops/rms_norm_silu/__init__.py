@@ -93,17 +93,17 @@ def check(
         )
     if style not in STYLES:
         raise ValueError(f"style {style!r}, it needs to be one of {', '.join(STYLES)}")
-    for name, given in (("weight", weight), ("bias", bias)):
-        if given is None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is None:
             continue
         if (
-            given.dim() != 1
-            or given.shape[0] != x.shape[dim]
-            or not given.is_floating_point()
-            or given.device != x.device
+            tensor.dim() != 1
+            or tensor.shape[0] != x.shape[dim]
+            or not tensor.is_floating_point()
+            or tensor.device != x.device
         ):
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
                 f"it needs to be [{x.shape[dim]}] on {x.device}"
             )
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
@@ -265,7 +265,7 @@ def rms_norm_silu(
     """
     dim = dim % x.dim() if -x.dim() <= dim < x.dim() else dim
     weight, bias = (
-        given if given is None or given.dim() == 1 else given.reshape(-1) for given in (weight, bias)
+        tensor if tensor is None or tensor.dim() == 1 else tensor.reshape(-1) for tensor in (weight, bias)
     )
     if out is None:
         return RMS_NORM_SILU(x, weight, bias, eps, dim, style, silu)

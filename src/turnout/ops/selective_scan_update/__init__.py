@@ -109,16 +109,16 @@ def reference(
     """In float32 (float64 for float64), rounded once."""
     check(x, state, dt, A, B, C, D, z, dt_bias)
     wide = torch.promote_types(x.dtype, torch.float32)
-    rates, given = A.to(wide), x.to(wide)
+    rates, inputs = A.to(wide), x.to(wide)
     if log_rates:
         rates = -torch.exp(rates)
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     if dt_softplus:
         step = F.softplus(step)
     decay = torch.exp(step[..., None] * rates)
-    moved = torch.addcmul(state.to(wide) * decay, (step * given)[..., None], B.to(wide)[:, None])
+    moved = torch.addcmul(state.to(wide) * decay, (step * inputs)[..., None], B.to(wide)[:, None])
     y = (moved * C.to(wide)[:, None]).sum(-1)
-    y = y if D is None else torch.addcmul(y, given, D.to(wide))
+    y = y if D is None else torch.addcmul(y, inputs, D.to(wide))
     y = y if z is None else y * F.silu(z.to(wide))
     y = with_strides(y.to(x.dtype), contiguous_strides(x.shape))
     state.copy_(moved)  # last: what is read may overlap the state
