@@ -132,9 +132,14 @@ def pretend_cuda(monkeypatch):
 
     cuda.current = stream()
     for name, value in {
-        "device": contextlib.nullcontext, "Stream": stream, "current_stream": lambda *unused: cuda.current, "stream": on,
-        "set_stream": set_stream, "CUDAGraph": types.SimpleNamespace, "graph_pool_handle": lambda: (0, 1),
-    }.items():  # fmt: skip
+        "device": contextlib.nullcontext,
+        "Stream": stream,
+        "current_stream": lambda *unused: cuda.current,
+        "stream": on,
+        "set_stream": set_stream,
+        "CUDAGraph": types.SimpleNamespace,
+        "graph_pool_handle": lambda: (0, 1),
+    }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     for name, word in (("endAllocateToPool", "ended"), ("releasePool", "released")):
         monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *unused, word=word: cuda.allocator.append(word))

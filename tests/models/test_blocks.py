@@ -20,19 +20,33 @@ def _seeded():
 def flux(layers=2, dtype=torch.float32):
     from diffusers import FluxTransformer2DModel
 
-    return FluxTransformer2DModel(
-        num_layers=layers, num_single_layers=layers, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
-        pooled_projection_dim=8, in_channels=4, axes_dims_rope=(4, 4, 8),
-    ).to(dtype).eval()  # fmt: skip
+    return (
+        FluxTransformer2DModel(
+            num_layers=layers,
+            num_single_layers=layers,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=8,
+            pooled_projection_dim=8,
+            in_channels=4,
+            axes_dims_rope=(4, 4, 8),
+        )
+        .to(dtype)
+        .eval()
+    )
 
 
 def call(model, batch=1, **rest):
     dtype = model.dtype
     return model(
-        hidden_states=random(batch, 12, 4).to(dtype), encoder_hidden_states=random(batch, 5, 8).to(dtype),
-        pooled_projections=random(batch, 8).to(dtype), timestep=torch.full((batch,), 0.5, dtype=dtype), img_ids=torch.rand(12, 3),
-        txt_ids=torch.zeros(5, 3), **rest,
-    ).sample  # fmt: skip
+        hidden_states=random(batch, 12, 4).to(dtype),
+        encoder_hidden_states=random(batch, 5, 8).to(dtype),
+        pooled_projections=random(batch, 8).to(dtype),
+        timestep=torch.full((batch,), 0.5, dtype=dtype),
+        img_ids=torch.rand(12, 3),
+        txt_ids=torch.zeros(5, 3),
+        **rest,
+    ).sample
 
 
 def agrees(model, run, share=2e-5):
@@ -182,9 +196,12 @@ def test_parts_of_one_tensor_are_that_tensor():
         assert found.data_ptr() == whole.data_ptr()
         assert torch.equal(found, whole[: len(found)])
     apart = [
-        (whole[:, 4:], whole[:, :4]), (whole[:, :3], whole[:, 4:]), (whole[:, :3], whole[:, 3:6]), (whole[:, :3], whole[:, 3:].clone()),
+        (whole[:, 4:], whole[:, :4]),
+        (whole[:, :3], whole[:, 4:]),
+        (whole[:, :3], whole[:, 3:6]),
+        (whole[:, :3], whole[:, 3:].clone()),
         (whole[:, :3], whole[:, 3:].requires_grad_()),
-    ]  # fmt: skip
+    ]
     for first, second in apart:
         assert torch.equal(blocks.joined(first, second), torch.cat([first, second], 1))
 

@@ -42,10 +42,15 @@ def broadcast(model):
 def faster(model):
     from diffusers import FasterCacheConfig
 
-    model.enable_cache(FasterCacheConfig(
-        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500, is_guidance_distilled=True,
-        spatial_attention_block_identifiers=("^blocks.*attn", "^transformer_blocks.*attn"), tensor_format="BCHW",
-    ))  # fmt: skip
+    model.enable_cache(
+        FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            current_timestep_callback=lambda: 500,
+            is_guidance_distilled=True,
+            spatial_attention_block_identifiers=("^blocks.*attn", "^transformer_blocks.*attn"),
+            tensor_format="BCHW",
+        )
+    )
 
 
 def skipped_layers(model):

@@ -45,10 +45,24 @@ def answers(processor, stock):
     cls = processor.__class__
     other = type("Other", (), {})
     return [
-        cls == stock, stock == cls, cls != stock, stock != cls, cls in (other, stock), cls in {stock}, {stock: 1}.get(cls), cls == other,
-        cls in CROSS_ATTENTION_PROCESSORS, isinstance(processor, stock), issubclass(cls, stock), hash(cls) == hash(stock),
-        cls.__name__, cls.__module__, str(cls), repr(processor).partition(" at ")[0], cls in (object, type),
-    ]  # fmt: skip
+        cls == stock,
+        stock == cls,
+        cls != stock,
+        stock != cls,
+        cls in (other, stock),
+        cls in {stock},
+        {stock: 1}.get(cls),
+        cls == other,
+        cls in CROSS_ATTENTION_PROCESSORS,
+        isinstance(processor, stock),
+        issubclass(cls, stock),
+        hash(cls) == hash(stock),
+        cls.__name__,
+        cls.__module__,
+        str(cls),
+        repr(processor).partition(" at ")[0],
+        cls in (object, type),
+    ]
 
 
 WITH_PROCESSORS = [name for name in ZOO if processors(made(name))]

@@ -15,10 +15,14 @@ from tests.models.zoo import random as random_tensor
 def flux_inputs(device):
     places = torch.stack([torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4], 1)
     given = {
-        "hidden_states": random_tensor(2, 12, 4), "encoder_hidden_states": random_tensor(2, 5, 8),
-        "pooled_projections": random_tensor(2, 8), "timestep": torch.full((2,), 0.5), "guidance": torch.full((2,), 0.5),
-        "img_ids": places, "txt_ids": torch.zeros(5, 3),
-    }  # fmt: skip
+        "hidden_states": random_tensor(2, 12, 4),
+        "encoder_hidden_states": random_tensor(2, 5, 8),
+        "pooled_projections": random_tensor(2, 8),
+        "timestep": torch.full((2,), 0.5),
+        "guidance": torch.full((2,), 0.5),
+        "img_ids": places,
+        "txt_ids": torch.zeros(5, 3),
+    }
     return {name: x.to(device) for name, x in given.items()}
 
 
@@ -30,10 +34,12 @@ def wan_inputs(device):
 
 def qwen_inputs(device):
     return {
-        "hidden_states": random_tensor(2, 12, 4).to(device), "encoder_hidden_states": random_tensor(2, 5, 8).to(device),
+        "hidden_states": random_tensor(2, 12, 4).to(device),
+        "encoder_hidden_states": random_tensor(2, 5, 8).to(device),
         "encoder_hidden_states_mask": torch.ones(2, 5, dtype=torch.bool, device=device),
-        "timestep": torch.full((2,), 0.5, device=device), "img_shapes": [[(1, 3, 4)]] * 2,
-    }  # fmt: skip
+        "timestep": torch.full((2,), 0.5, device=device),
+        "img_shapes": [[(1, 3, 4)]] * 2,
+    }
 
 
 def unet():
@@ -41,11 +47,18 @@ def unet():
 
     torch.manual_seed(0)
     return UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time",
-        addition_time_embed_dim=8, projection_class_embeddings_input_dim=8 * 6 + 16,
-    ).eval()  # fmt: skip
+        sample_size=8,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        cross_attention_dim=16,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        attention_head_dim=8,
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=8 * 6 + 16,
+    ).eval()
 
 
 def unet_inputs(device):

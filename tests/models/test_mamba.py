@@ -28,10 +28,22 @@ def falcon_mamba():
 def jamba():
     from transformers import JambaConfig, JambaForCausalLM
 
-    return JambaForCausalLM(JambaConfig(
-        num_hidden_layers=2, hidden_size=16, vocab_size=64, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1,
-        attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, num_experts=2, mamba_d_state=4, use_mamba_kernels=True,
-    ))  # fmt: skip
+    return JambaForCausalLM(
+        JambaConfig(
+            num_hidden_layers=2,
+            hidden_size=16,
+            vocab_size=64,
+            intermediate_size=16,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            expert_layer_period=2,
+            num_experts=2,
+            mamba_d_state=4,
+            use_mamba_kernels=True,
+        )
+    )
 
 
 MADE = {

@@ -111,8 +111,14 @@ def test_full_sizes_are_the_published_ones():
     def shown(name):
         return " x ".join(map(str, RACERS[name].sizes["full"]))
 
-    sizes = {"hunyuan-vae": "544 x 960 x 33", "cogvideox-vae": "480 x 720 x 49", "qwen-image-vae": "1328 x 1328",
-             "sd-vae": "4 x 512 x 512", "sdxl-unet": "2 x 1024 x 1024", "sd15-unet": "2 x 512 x 512"}  # fmt: skip
+    sizes = {
+        "hunyuan-vae": "544 x 960 x 33",
+        "cogvideox-vae": "480 x 720 x 49",
+        "qwen-image-vae": "1328 x 1328",
+        "sd-vae": "4 x 512 x 512",
+        "sdxl-unet": "2 x 1024 x 1024",
+        "sd15-unet": "2 x 512 x 512",
+    }
     assert {name: shown(name) for name in sizes} == sizes
     assert RACERS["sdxl-vae"].dtypes == ("float16", "float32")
     weights = {"sdxl-unet": 2567.5, "sd15-unet": 859.5, "sd-vae": 83.65, "flux2-vae": 84.05, "wan-vae": 126.9}
@@ -362,9 +368,19 @@ def gpu_race(latents=21):
     versions = {"torch": "2.11.0", "triton": "3.6.0", "diffusers": "0.42.1", "turnout": "0.1.0"}
     machine = {"cpu": "EPYC", "cores": 16, "threads": 16, "card": "NVIDIA H200", "driver": "580.1"}
     return Race(
-        "wan-vae", "full", "Wan 2.1 VAE decode, full: 480 x 832 x 81", "bfloat16", "NVIDIA H200", lanes, report,
-        versions, machine, "2026-03-01 12:00 UTC", "abc1234", "decoder",
-    )  # fmt: skip
+        "wan-vae",
+        "full",
+        "Wan 2.1 VAE decode, full: 480 x 832 x 81",
+        "bfloat16",
+        "NVIDIA H200",
+        lanes,
+        report,
+        versions,
+        machine,
+        "2026-03-01 12:00 UTC",
+        "abc1234",
+        "decoder",
+    )
 
 
 class Reader(html.parser.HTMLParser):
@@ -571,10 +587,16 @@ def test_frames_are_bytes():
 
 def test_kinds_of_kernels():
     names = {
-        "sm90_xmma_fprop_implicit_gemm_bf16": "conv", "implicit_gemm": "conv", "nvjet_hsh_128x256": "gemm", "rms_rows": "norm",
-        "void at::native::vectorized_elementwise_kernel<4>": "elementwise", "void cudnn::engines_precompiled::nchwToNhwcKernel": "layout",
-        "Memcpy DtoD": "copy", "flash_fwd": "attention", "something": "other",
-    }  # fmt: skip
+        "sm90_xmma_fprop_implicit_gemm_bf16": "conv",
+        "implicit_gemm": "conv",
+        "nvjet_hsh_128x256": "gemm",
+        "rms_rows": "norm",
+        "void at::native::vectorized_elementwise_kernel<4>": "elementwise",
+        "void cudnn::engines_precompiled::nchwToNhwcKernel": "layout",
+        "Memcpy DtoD": "copy",
+        "flash_fwd": "attention",
+        "something": "other",
+    }
     assert {name: kind_of(name) for name in names} == names
 
 
@@ -596,9 +618,12 @@ def test_kernels_belong_to_the_call_that_launched_them():
     """By the number of their launch, whenever they run; of calls in one another to the inner one."""
     calls = [event("turnout::a/x", 0, 100), event("turnout::b/y", 20, 50), event("turnout::a/x", 200, 300)]
     others = [
-        event("cudaLaunchKernel", 10, 12, 1), event("cuLaunchKernelEx", 30, 31, 2), event("cuLaunchKernelEx", 150, 151, 3),
-        event("cudaMemcpyAsync", 210, 220, 4), event("aten::add", 230, 240, 5),
-    ]  # fmt: skip
+        event("cudaLaunchKernel", 10, 12, 1),
+        event("cuLaunchKernelEx", 30, 31, 2),
+        event("cuLaunchKernelEx", 150, 151, 3),
+        event("cudaMemcpyAsync", 210, 220, 4),
+        event("aten::add", 230, 240, 5),
+    ]
     kernels = [
         event(f"kernel {i}", 1000 * i, 1000 * i + ms * 1000, i, "CUDA")
         for i, ms in ((1, 1), (2, 2), (3, 4), (4, 8), (5, 16))

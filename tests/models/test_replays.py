@@ -137,12 +137,23 @@ def test_unet_of_sdxl_is_replayed(device):
     from diffusers import UNet2DConditionModel
 
     torch.manual_seed(0)
-    unet = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(16, 32), layers_per_block=1, cross_attention_dim=16, norm_num_groups=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), attention_head_dim=8,
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), addition_embed_type="text_time",
-        addition_time_embed_dim=8, projection_class_embeddings_input_dim=8 * 6 + 16,
-    ).to(device).eval()  # fmt: skip
+    unet = (
+        UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            cross_attention_dim=16,
+            norm_num_groups=4,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            attention_head_dim=8,
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=8 * 6 + 16,
+        )
+        .to(device)
+        .eval()
+    )
     stock = copy.deepcopy(unet)
     report = turnout.accelerate(unet, graph=True)
     x, text = torch.randn(2, 4, 8, 8, device=device), torch.randn(2, 5, 16, device=device)
@@ -165,10 +176,14 @@ def test_pipeline_of_fifty_steps(device):
     pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), vae, transformer=transformer, **parts).to(device)
     pipe.set_progress_bar_config(disable=True)
     given = {
-        "prompt_embeds": torch.randn(1, 5, 8, device=device), "pooled_prompt_embeds": torch.randn(1, 8, device=device),
-        "latents": torch.randn(1, 16, 16, device=device), "height": 16, "width": 16, "num_inference_steps": 50,
+        "prompt_embeds": torch.randn(1, 5, 8, device=device),
+        "pooled_prompt_embeds": torch.randn(1, 8, device=device),
+        "latents": torch.randn(1, 16, 16, device=device),
+        "height": 16,
+        "width": 16,
+        "num_inference_steps": 50,
         "output_type": "pt",
-    }  # fmt: skip
+    }
     expected = pipe(**given).images
     report = turnout.accelerate(pipe, graph=True)
     torch.testing.assert_close(pipe(**given).images, expected, rtol=1e-3, atol=1e-3)
@@ -433,9 +448,12 @@ def test_lora_is_toggled_scaled_and_taken_away(device):
     graphed.warm()
     graphed.both(add)
     steps = [
-        lambda model: None, lambda model: model.set_adapters("default", 0.25), lambda model: model.disable_adapters(),
-        lambda model: model.enable_adapters(), lambda model: model.delete_adapters("default"),
-    ]  # fmt: skip
+        lambda model: None,
+        lambda model: model.set_adapters("default", 0.25),
+        lambda model: model.disable_adapters(),
+        lambda model: model.enable_adapters(),
+        lambda model: model.delete_adapters("default"),
+    ]
     for step in steps:
         graphed.both(step)
         assert not graphed.check()

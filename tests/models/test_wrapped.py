@@ -18,10 +18,17 @@ from turnout.models.patch import patched
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VAES = {
-    "wan": (1, 4, 1, 4, 6), "wan22": (1, 6, 1, 2, 4), "qwen-image-vae": (1, 4, 1, 4, 6), "flux-vae": (1, 4, 8, 12),
-    "sdxl-vae": (1, 4, 8, 12), "flux2-vae": (1, 4, 8, 12), "ltx": (1, 4, 2, 3, 4), "ltx2": (1, 4, 2, 3, 4),
-    "hunyuan": (1, 4, 2, 4, 6), "cogvideox": (1, 4, 2, 4, 6),
-}  # fmt: skip
+    "wan": (1, 4, 1, 4, 6),
+    "wan22": (1, 6, 1, 2, 4),
+    "qwen-image-vae": (1, 4, 1, 4, 6),
+    "flux-vae": (1, 4, 8, 12),
+    "sdxl-vae": (1, 4, 8, 12),
+    "flux2-vae": (1, 4, 8, 12),
+    "ltx": (1, 4, 2, 3, 4),
+    "ltx2": (1, 4, 2, 3, 4),
+    "hunyuan": (1, 4, 2, 4, 6),
+    "cogvideox": (1, 4, 2, 4, 6),
+}
 WHOLE = ("flux", "wan-transformer", "qwen-image")
 
 

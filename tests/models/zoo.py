@@ -5,9 +5,13 @@ import functools
 import torch
 
 KL = {
-    "down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2, "block_out_channels": [16, 32],
-    "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4,
-}  # fmt: skip
+    "down_block_types": ["DownEncoderBlock2D"] * 2,
+    "up_block_types": ["UpDecoderBlock2D"] * 2,
+    "block_out_channels": [16, 32],
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "latent_channels": 4,
+}
 
 
 def wan():
@@ -22,9 +26,18 @@ def wan22():
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(
-        base_dim=8, decoder_base_dim=8, z_dim=6, is_residual=True, in_channels=12, out_channels=12, patch_size=2, num_res_blocks=1,
-        scale_factor_spatial=16, latents_mean=[0.0] * 6, latents_std=[1.0] * 6,
-    )  # fmt: skip
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=6,
+        is_residual=True,
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        num_res_blocks=1,
+        scale_factor_spatial=16,
+        latents_mean=[0.0] * 6,
+        latents_std=[1.0] * 6,
+    )
 
 
 def qwen_image_vae():
@@ -58,11 +71,19 @@ def ltx():
 
     blocks = (8, 16, 16)
     return AutoencoderKLLTXVideo(
-        latent_channels=4, block_out_channels=blocks, decoder_block_out_channels=blocks, layers_per_block=(1,) * 4,
-        decoder_layers_per_block=(1,) * 4, spatio_temporal_scaling=(True, True, False), decoder_spatio_temporal_scaling=(True, True, False),
-        decoder_inject_noise=(False,) * 4, upsample_residual=(False,) * 3, upsample_factor=(1,) * 3,
-        down_block_types=("LTXVideoDownBlock3D",) * 3, downsample_type=("conv",) * 3,
-    )  # fmt: skip
+        latent_channels=4,
+        block_out_channels=blocks,
+        decoder_block_out_channels=blocks,
+        layers_per_block=(1,) * 4,
+        decoder_layers_per_block=(1,) * 4,
+        spatio_temporal_scaling=(True, True, False),
+        decoder_spatio_temporal_scaling=(True, True, False),
+        decoder_inject_noise=(False,) * 4,
+        upsample_residual=(False,) * 3,
+        upsample_factor=(1,) * 3,
+        down_block_types=("LTXVideoDownBlock3D",) * 3,
+        downsample_type=("conv",) * 3,
+    )
 
 
 def ltx_timestep():
@@ -70,20 +91,32 @@ def ltx_timestep():
     from diffusers import AutoencoderKLLTXVideo
 
     return AutoencoderKLLTXVideo(
-        latent_channels=4, block_out_channels=(8, 8, 16), decoder_block_out_channels=(8, 16), layers_per_block=(1,) * 3,
-        decoder_layers_per_block=(1,) * 3, spatio_temporal_scaling=(True,) * 2, decoder_spatio_temporal_scaling=(True,) * 2,
-        decoder_inject_noise=(False,) * 3, upsample_residual=(True,) * 2, upsample_factor=(2,) * 2, timestep_conditioning=True,
-        down_block_types=("LTXVideo095DownBlock3D",) * 2, downsample_type=("spatial", "spatiotemporal"),
-    )  # fmt: skip
+        latent_channels=4,
+        block_out_channels=(8, 8, 16),
+        decoder_block_out_channels=(8, 16),
+        layers_per_block=(1,) * 3,
+        decoder_layers_per_block=(1,) * 3,
+        spatio_temporal_scaling=(True,) * 2,
+        decoder_spatio_temporal_scaling=(True,) * 2,
+        decoder_inject_noise=(False,) * 3,
+        upsample_residual=(True,) * 2,
+        upsample_factor=(2,) * 2,
+        timestep_conditioning=True,
+        down_block_types=("LTXVideo095DownBlock3D",) * 2,
+        downsample_type=("spatial", "spatiotemporal"),
+    )
 
 
 def ltx2():
     from diffusers import AutoencoderKLLTX2Video
 
     return AutoencoderKLLTX2Video(
-        latent_channels=4, block_out_channels=(8, 8, 16, 32), decoder_block_out_channels=(8, 16, 32), layers_per_block=(1,) * 5,
+        latent_channels=4,
+        block_out_channels=(8, 8, 16, 32),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5,
         decoder_layers_per_block=(1,) * 4,
-    )  # fmt: skip
+    )
 
 
 def hunyuan():
@@ -111,9 +144,16 @@ def flux():
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
-        num_layers=2, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
-        in_channels=4, guidance_embeds=True, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+        num_layers=2,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        in_channels=4,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 4, 8),
+    )
 
 
 def wan_transformer():
@@ -135,15 +175,25 @@ def qwen_image():
     from diffusers import QwenImageTransformer2DModel
 
     return QwenImageTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
         axes_dims_rope=(4, 6, 6),
-    )  # fmt: skip
+    )
 
 
 UNET = {
-    "sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 8,
-    "attention_head_dim": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-}  # fmt: skip
+    "sample_size": 8,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "cross_attention_dim": 8,
+    "attention_head_dim": 4,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+}
 
 
 def unet():
@@ -196,10 +246,18 @@ def bamba():
         "mamba_d_state": 8,
         "mamba_chunk_size": 4,
     }
-    return BambaForCausalLM(BambaConfig(
-        num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
-        attn_layer_indices=[1], **sizes,
-    ))  # fmt: skip
+    return BambaForCausalLM(
+        BambaConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            vocab_size=64,
+            intermediate_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            attn_layer_indices=[1],
+            **sizes,
+        )
+    )
 
 
 def falcon_mamba():
@@ -213,30 +271,69 @@ def falcon_mamba():
 def jamba():
     from transformers import JambaConfig, JambaForCausalLM
 
-    return JambaForCausalLM(JambaConfig(
-        num_hidden_layers=2, hidden_size=16, intermediate_size=16, vocab_size=64, num_attention_heads=2, num_key_value_heads=1,
-        attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, expert_layer_period=2, expert_layer_offset=1,
-        mamba_d_state=4, use_mamba_kernels=False,
-    ))  # fmt: skip
+    return JambaForCausalLM(
+        JambaConfig(
+            num_hidden_layers=2,
+            hidden_size=16,
+            intermediate_size=16,
+            vocab_size=64,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=2,
+            num_experts_per_tok=1,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            mamba_d_state=4,
+            use_mamba_kernels=False,
+        )
+    )
 
 
 def falcon_h1():
     from transformers import FalconH1Config, FalconH1ForCausalLM
 
-    return FalconH1ForCausalLM(FalconH1Config(
-        num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=4,
-    ))  # fmt: skip
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            num_hidden_layers=2,
+            hidden_size=32,
+            intermediate_size=32,
+            vocab_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            mamba_d_ssm=32,
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            mamba_n_groups=1,
+            mamba_d_state=8,
+            mamba_chunk_size=4,
+        )
+    )
 
 
 def zamba2():
     from transformers import Zamba2Config, Zamba2ForCausalLM
 
-    return Zamba2ForCausalLM(Zamba2Config(
-        num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"], hidden_size=32, intermediate_size=32, vocab_size=64,
-        num_attention_heads=4, num_key_value_heads=4, mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=4, chunk_size=4, num_mem_blocks=1,
-        use_shared_attention_adapter=False, adapter_rank=4,
-    ))  # fmt: skip
+    return Zamba2ForCausalLM(
+        Zamba2Config(
+            num_hidden_layers=3,
+            layers_block_type=["mamba", "mamba", "hybrid"],
+            hidden_size=32,
+            intermediate_size=32,
+            vocab_size=64,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            mamba_d_state=8,
+            mamba_ngroups=1,
+            n_mamba_heads=4,
+            chunk_size=4,
+            num_mem_blocks=1,
+            use_shared_attention_adapter=False,
+            adapter_rank=4,
+        )
+    )
 
 
 def random(*shape):
@@ -251,9 +348,14 @@ def call_flux(model):
     places = torch.stack([torch.zeros(12), torch.arange(12) // 4, torch.arange(12) % 4], 1)
     half = torch.full((2,), 0.5, dtype=model.dtype)
     return model(
-        hidden_states=random(2, 12, 4).to(model.dtype), encoder_hidden_states=random(2, 5, 8).to(model.dtype),
-        pooled_projections=random(2, 8).to(model.dtype), timestep=half, guidance=half, img_ids=places, txt_ids=torch.zeros(5, 3),
-    ).sample  # fmt: skip
+        hidden_states=random(2, 12, 4).to(model.dtype),
+        encoder_hidden_states=random(2, 5, 8).to(model.dtype),
+        pooled_projections=random(2, 8).to(model.dtype),
+        timestep=half,
+        guidance=half,
+        img_ids=places,
+        txt_ids=torch.zeros(5, 3),
+    ).sample
 
 
 def call_wan(model):
@@ -266,9 +368,12 @@ def call_wan(model):
 def call_qwen_image(model):
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], dtype=torch.bool)
     return model(
-        hidden_states=random(2, 12, 4).to(model.dtype), encoder_hidden_states=random(2, 5, 8).to(model.dtype),
-        encoder_hidden_states_mask=mask, timestep=torch.full((2,), 0.5, dtype=model.dtype), img_shapes=[[(1, 3, 4)]] * 2,
-    ).sample  # fmt: skip
+        hidden_states=random(2, 12, 4).to(model.dtype),
+        encoder_hidden_states=random(2, 5, 8).to(model.dtype),
+        encoder_hidden_states_mask=mask,
+        timestep=torch.full((2,), 0.5, dtype=model.dtype),
+        img_shapes=[[(1, 3, 4)]] * 2,
+    ).sample
 
 
 def call_unet(model):
@@ -327,10 +432,16 @@ PARTLY_KNOWN = ("unet", "controlnet")  # their blocks are known, they themselves
 
 # what encoders are called with: one frame and one chunk
 CLIPS = {
-    "wan": (1, 3, 5, 32, 32), "wan22": (1, 3, 5, 32, 32), "qwen-image-vae": (1, 3, 1, 32, 32), "flux-vae": (1, 3, 16, 24),
-    "ltx": (1, 3, 5, 32, 32), "ltx-timestep": (1, 3, 5, 32, 32), "ltx2": (1, 3, 9, 64, 64), "hunyuan": (1, 3, 9, 32, 32),
+    "wan": (1, 3, 5, 32, 32),
+    "wan22": (1, 3, 5, 32, 32),
+    "qwen-image-vae": (1, 3, 1, 32, 32),
+    "flux-vae": (1, 3, 16, 24),
+    "ltx": (1, 3, 5, 32, 32),
+    "ltx-timestep": (1, 3, 5, 32, 32),
+    "ltx2": (1, 3, 9, 64, 64),
+    "hunyuan": (1, 3, 9, 32, 32),
     "cogvideox": (1, 3, 9, 32, 48),
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -94,9 +94,13 @@ class AdaLayerNormZero(Adapter):
         yield from _needs_bare_norm(instance.norm)
 
     def forward(
-        self: Any, x: Tensor, timestep: Tensor | None = None, class_labels: Tensor | None = None, hidden_dtype: torch.dtype | None = None,
+        self: Any,
+        x: Tensor,
+        timestep: Tensor | None = None,
+        class_labels: Tensor | None = None,
+        hidden_dtype: torch.dtype | None = None,
         emb: Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if self.emb is not None:
             emb = self.emb(timestep, class_labels, hidden_dtype=hidden_dtype)
         shift, scale, *rest = self.linear(self.silu(emb)).chunk(6, dim=1)
@@ -197,9 +201,13 @@ class FluxBlock(Adapter):
         yield from _needs_bare_norm(instance.norm2, instance.norm2_context)
 
     def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Any = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         if joint_attention_kwargs or temb.dtype != hidden_states.dtype:
             return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
@@ -228,9 +236,13 @@ class FluxSingleBlock(Adapter):
             yield f"activation {activation}, this adapter needs GELU in its tanh form"
 
     def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        temb: Tensor,
+        image_rotary_emb: Any = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         if joint_attention_kwargs or temb.dtype != hidden_states.dtype:
             return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs
@@ -256,14 +268,25 @@ class QwenImageBlock(Adapter):
         )
 
     def forward(
-        self: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, encoder_hidden_states_mask: Tensor | None, temb: Tensor,
-        image_rotary_emb: Any = None, joint_attention_kwargs: dict[str, Any] | None = None, modulate_index: Any = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_mask: Tensor | None,
+        temb: Tensor,
+        image_rotary_emb: Any = None,
+        joint_attention_kwargs: dict[str, Any] | None = None,
+        modulate_index: Any = None,
+    ) -> tuple[Tensor, Tensor]:
         if self.zero_cond_t or modulate_index is not None or temb.dtype != hidden_states.dtype:
             return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
-                hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb, joint_attention_kwargs,
+                hidden_states,
+                encoder_hidden_states,
+                encoder_hidden_states_mask,
+                temb,
+                image_rotary_emb,
+                joint_attention_kwargs,
                 modulate_index,
-            )  # fmt: skip
+            )
         shift, scale, gate, last_shift, last_scale, last_gate = self.img_mod(temb).chunk(6, -1)
         text_shift, text_scale, text_gate, last_text_shift, last_text_scale, last_text_gate = self.txt_mod(
             temb
@@ -271,8 +294,10 @@ class QwenImageBlock(Adapter):
         image, text = self.attn(
             hidden_states=_modulated(self.img_norm1, hidden_states, scale, shift),
             encoder_hidden_states=_modulated(self.txt_norm1, encoder_hidden_states, text_scale, text_shift),
-            encoder_hidden_states_mask=encoder_hidden_states_mask, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {}),
-        )  # fmt: skip
+            encoder_hidden_states_mask=encoder_hidden_states_mask,
+            image_rotary_emb=image_rotary_emb,
+            **(joint_attention_kwargs or {}),
+        )
         image = _fed_forward(
             self.img_mlp, self.img_norm2, hidden_states, image, gate, last_shift, last_scale, last_gate
         )

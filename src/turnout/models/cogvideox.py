@@ -26,9 +26,18 @@ def _convolved(
     """The causal convolution of x, and the frames to keep."""
     conv = module.conv
     y = ops.causal_conv3d(
-        x, conv.weight, conv.bias, cache=cache, stride=conv.stride, padding=(module.height_pad, module.width_pad),
-        dilation=conv.dilation, groups=conv.groups, pad_mode="replicate", residual=residual, return_cache=module.time_kernel_size > 1,
-    )  # fmt: skip
+        x,
+        conv.weight,
+        conv.bias,
+        cache=cache,
+        stride=conv.stride,
+        padding=(module.height_pad, module.width_pad),
+        dilation=conv.dilation,
+        groups=conv.groups,
+        pad_mode="replicate",
+        residual=residual,
+        return_cache=module.time_kernel_size > 1,
+    )
     return (y[0], y[1].clone()) if isinstance(y, tuple) else (y, None)
 
 

@@ -104,9 +104,13 @@ class FluxProcessor(RoutedProcessor):
     inside = _NORMS_ONLY
 
     def __call__(
-        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         image_rotary_emb: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         joint = encoder_hidden_states is not None
         q_norms = (attn.norm_added_q, attn.norm_q) if joint else (attn.norm_q,)
         k_norms = (attn.norm_added_k, attn.norm_k) if joint else (attn.norm_k,)
@@ -144,9 +148,14 @@ class QwenImageProcessor(RoutedProcessor):
     inside = _NORMS_ONLY
 
     def __call__(
-        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
-        encoder_hidden_states_mask: Tensor | None = None, attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
-    ) -> Any:  # fmt: skip
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
         norms = (attn.norm_added_q, attn.norm_q, attn.norm_added_k, attn.norm_k)
         how = _norm(*norms, x=hidden_states)
         if (
@@ -185,9 +194,13 @@ class WanProcessor(RoutedProcessor):
     inside = _NORMS_ONLY
 
     def __call__(
-        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         how = _norm(attn.norm_q, attn.norm_k, x=hidden_states)
         if how is None or attn.add_k_proj is not None:
             return self._routed_stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)

@@ -126,9 +126,15 @@ class AttentionProcessor(RoutedProcessor):
     reads = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
 
     def __call__(
-        self: Any, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None,
-        temb: Tensor | None = None, *args: Any, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self: Any,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        temb: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         x = hidden_states
         if (
             x.dim() != 4

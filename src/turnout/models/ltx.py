@@ -53,9 +53,15 @@ def _convolved(
         )
     x = channels_last(x) if norm is None else norm(x, None)
     return ops.causal_conv3d(  # pyright: ignore[reportReturnType]
-        x, conv.weight, conv.bias, padding=conv.padding[1:], dilation=conv.dilation, groups=conv.groups, pad_mode="replicate",
+        x,
+        conv.weight,
+        conv.bias,
+        padding=conv.padding[1:],
+        dilation=conv.dilation,
+        groups=conv.groups,
+        pad_mode="replicate",
         residual=residual,
-    )  # fmt: skip
+    )
 
 
 class CausalConv(Adapter):
@@ -163,8 +169,12 @@ class Decoder(Adapter):
         scales = {}
         if self.time_embedder is not None:
             embedded = self.time_embedder(
-                timestep=temb.flatten(), resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=x.dtype  # pyright: ignore
-            )  # fmt: skip
+                timestep=temb.flatten(),
+                resolution=None,
+                aspect_ratio=None,
+                batch_size=1,
+                hidden_dtype=x.dtype,  # pyright: ignore
+            )
             shift, scale = (embedded.view(2, -1) + self.scale_shift_table).unbind()
             scales = {"scale": scale, "shift": shift}
         x = _convolved(

@@ -29,9 +29,13 @@ _ALL_LAUNCH = 2**18  # elements whose norm takes a card less time than a host ta
 
 
 def _conv(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
     **unused: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     return ops.causal_conv1d(
         hidden_states, weight, bias, activation=_ACTIVATIONS[activation], seq_idx=seq_idx
     )
@@ -50,9 +54,18 @@ def _conv_update(
 
 
 def _scan(
-    hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    delta_bias: Tensor | None = None, delta_softplus: bool = False, return_last_state: bool = False, **unused: Any,
-) -> Any:  # fmt: skip
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **unused: Any,
+) -> Any:
     return ops.selective_scan(
         hidden_states,
         dt,
@@ -68,9 +81,18 @@ def _scan(
 
 
 def _scan_update(
-    state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, z: Tensor | None = None, **unused: Any,
-) -> Tensor:  # fmt: skip
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    z: Tensor | None = None,
+    **unused: Any,
+) -> Tensor:
     return SELECTIVE_SCAN_UPDATE(hidden_states, state, dt, A, B, C, D, z, dt_bias, dt_softplus, False)
 
 

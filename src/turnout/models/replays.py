@@ -146,10 +146,21 @@ class Arguments:
         return replaced(self.args), replaced(self.kwargs), caches
 
 
-_BY_VALUE = frozenset({
-    type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
-    type(Ellipsis),
-})  # fmt: skip
+_BY_VALUE = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        torch.memory_format,
+        torch.layout,
+        type(Ellipsis),
+    }
+)
 
 
 def _is_cache(value: Any) -> bool:
@@ -334,12 +345,22 @@ def _settings(device: torch.device) -> tuple:
     kind = device.type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     return (
-        settings.entered.get(), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast,
-        torch.get_default_dtype(), F.scaled_dot_product_attention, tuple(sdpa._priority()),
-        get_precision("cuda", "matmul"), get_precision("cuda", "conv"), get_precision("mkldnn", "matmul"),
-        get_precision("mkldnn", "conv"), torch.get_num_threads() if kind == "cpu" else 0, _attention_backend(),
-        _default_device(), *[flag() for flag in _flags],
-    )  # fmt: skip
+        settings.entered.get(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        autocast,
+        torch.get_default_dtype(),
+        F.scaled_dot_product_attention,
+        tuple(sdpa._priority()),
+        get_precision("cuda", "matmul"),
+        get_precision("cuda", "conv"),
+        get_precision("mkldnn", "matmul"),
+        get_precision("mkldnn", "conv"),
+        torch.get_num_threads() if kind == "cpu" else 0,
+        _attention_backend(),
+        _default_device(),
+        *[flag() for flag in _flags],
+    )
 
 
 def _attention_backend() -> Any:
@@ -676,8 +697,13 @@ class Replays:
             del self._known[key]
 
     def _check(
-        self, snapshot: ModelSnapshot, call: Arguments, caches: list[Any], buffers: Buffers, states: list[Any] | None
-    ) -> None:  # fmt: skip
+        self,
+        snapshot: ModelSnapshot,
+        call: Arguments,
+        caches: list[Any],
+        buffers: Buffers,
+        states: list[Any] | None,
+    ) -> None:
         """That a run on buffers has changed nothing but values in tensors of caches."""
         change = snapshot.change()
         if change is not None:

@@ -227,9 +227,16 @@ _SCALARS = (
 )  # fmt: skip
 # What has no state that a forward could read, or is watched elsewhere.
 _OPAQUE = (
-    type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial,
-    weakref.ref, torch.cuda.Stream, torch.cuda.Event,
-)  # fmt: skip
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    functools.partial,
+    weakref.ref,
+    torch.cuda.Stream,
+    torch.cuda.Event,
+)
 _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _MOST_HELD = 100_000  # containers and objects
 

@@ -30,8 +30,14 @@ def may_write(*tensors: Tensor) -> bool:
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, *, padding: tuple[int, int], residual: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    *,
+    padding: tuple[int, int],
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """A stride-1 causal convolution of x behind the frames of `cache` (zeros where None), plus `residual`;
     and the frames to keep for the next chunk. x and cache stay two tensors: nothing is concatenated, and a
     chunk of just as many frames becomes the next cache as it is.
