@@ -16,6 +16,8 @@ from turnout.routing.device import Device
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+WITH_ALL_PACKAGES = replace(H200, lacks=frozenset())  # also those that few routes need
+
 
 @routes
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -51,5 +53,4 @@ def test_reference_pinned_is_the_reference(op):
 @routes
 def test_every_route_takes_random_calls(op, route):
     """A guard that refuses everything would make the test above say nothing."""
-    with_all_packages = replace(H200, lacks=frozenset())
-    assert takes(op, route, with_all_packages) or takes(op, route, Device.of("cpu"))
+    assert takes(op, route, WITH_ALL_PACKAGES) or takes(op, route, Device.of("cpu"))

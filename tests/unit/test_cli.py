@@ -265,8 +265,8 @@ def test_traceback_on_demand(monkeypatch):
 
 def test_control_c_ends_with_130():
     code = (
-        "import os, signal, sys, turnout.doctor; from turnout.cli import main;"
-        "turnout.doctor.environment = lambda: os.kill(os.getpid(), signal.SIGINT);"
+        "import signal, sys, turnout.doctor; from turnout.cli import main;"
+        "turnout.doctor.environment = lambda: signal.raise_signal(signal.SIGINT);"
         "sys.argv = ['turnout', 'doctor']; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
