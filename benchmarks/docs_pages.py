@@ -106,10 +106,10 @@ def measured_with(row: Row) -> str:
 # ---- races
 
 
-def newest(found: list[Row]) -> list[Row]:
-    """Of the rows of one race the last measured: rows have a date since races write one; without, the first."""
+def newest(rows: list[Row]) -> list[Row]:
+    """The last row of each race by its date; of rows without a date, the first."""
     by_race: dict[tuple, Row] = {}
-    for row in found:
+    for row in rows:
         key = (row["model"], row["dtype"], row["what"])
         if key not in by_race or row.get("date", "") > by_race[key].get("date", ""):
             by_race[key] = row
@@ -309,10 +309,11 @@ def versions() -> str:
     from turnout.launch.support import COMPILED, VERIFIED
     from turnout.routing.versions import TORCH, TRITON
 
+    oldest, newest_known = map(in_version, TRITON)
+    compiled = ", ".join(map(in_version, COMPILED))
     lines = [
         f"- torch {in_version(TORCH[0])} to {in_version(TORCH[1])}; older ones are refused at import.",
-        f"- Triton {in_version(TRITON[0])} to {in_version(TRITON[1])}; every kernel is compiled by the tests with "
-        f"{', '.join(map(in_version, COMPILED))}.",
+        f"- Triton {oldest} to {newest_known}; every kernel is compiled by the tests with {compiled}.",
         *(f"- Run on a card: torch {each.torch} with Triton {each.triton}; {each}." for each in VERIFIED),
     ]
     return "\n".join(lines) + "\n"

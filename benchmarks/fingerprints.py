@@ -47,9 +47,8 @@ def main() -> None:
     stock.unlike_stock = lambda *_: iter(())
     tried = {name: agrees(name) for name in ZOO}
     keys = set().union(*(keys for keys in tried.values() if keys))
-    print(
-        f"{stock.add_installed(KNOWN, keys)} added to {stock.TABLE.name}; failed: {[name for name, keys in tried.items() if not keys]}"
-    )
+    failed = [name for name, keys in tried.items() if not keys]
+    print(f"{stock.add_installed(KNOWN, keys)} added to {stock.TABLE.name}; failed: {failed}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,16 @@ def flux() -> torch.nn.Module:
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
-        num_layers=19, num_single_layers=38, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=8,
-        pooled_projection_dim=8, in_channels=4, guidance_embeds=True, axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+        num_layers=19,
+        num_single_layers=38,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=8,
+        pooled_projection_dim=8,
+        in_channels=4,
+        guidance_embeds=True,
+        axes_dims_rope=(4, 4, 8),
+    )
 
 
 def wan() -> torch.nn.Module:

@@ -73,9 +73,16 @@ def pixart():
     from diffusers import PixArtTransformer2DModel
 
     model = PixArtTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, cross_attention_dim=128, caption_channels=64,
-        out_channels=4, norm_num_groups=8, use_additional_conditions=False,
-    )  # fmt: skip
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=4,
+        sample_size=16,
+        cross_attention_dim=128,
+        caption_channels=64,
+        out_channels=4,
+        norm_num_groups=8,
+        use_additional_conditions=False,
+    )
     return model, lambda m: m(random(1, 4, 16, 16), random(1, 20, 64), torch.tensor([3]), {}).sample
 
 
@@ -83,9 +90,16 @@ def sd3():
     from diffusers import SD3Transformer2DModel
 
     model = SD3Transformer2DModel(
-        sample_size=16, in_channels=4, num_layers=4, attention_head_dim=32, num_attention_heads=4, joint_attention_dim=64,
-        caption_projection_dim=128, pooled_projection_dim=64, out_channels=4,
-    )  # fmt: skip
+        sample_size=16,
+        in_channels=4,
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=64,
+        caption_projection_dim=128,
+        pooled_projection_dim=64,
+        out_channels=4,
+    )
     return (
         model,
         lambda m: m(random(1, 4, 16, 16), random(1, 20, 64), random(1, 64), torch.tensor([3])).sample,
@@ -96,26 +110,48 @@ def hunyuan_dit():
     from diffusers import HunyuanDiT2DModel
 
     model = HunyuanDiT2DModel(
-        num_attention_heads=4, attention_head_dim=32, num_layers=4, sample_size=16, hidden_size=128, patch_size=2, in_channels=4,
-        cross_attention_dim=64, cross_attention_dim_t5=64, pooled_projection_dim=64, text_len=10, text_len_t5=10,
+        num_attention_heads=4,
+        attention_head_dim=32,
+        num_layers=4,
+        sample_size=16,
+        hidden_size=128,
+        patch_size=2,
+        in_channels=4,
+        cross_attention_dim=64,
+        cross_attention_dim_t5=64,
+        pooled_projection_dim=64,
+        text_len=10,
+        text_len_t5=10,
         use_style_cond_and_image_meta_size=False,
-    )  # fmt: skip
+    )
     table = (random(64, 32), random(64, 32))
     return model, lambda m: m(
-        random(1, 4, 16, 16), torch.tensor([3.0]), random(1, 10, 64), torch.ones(1, 10), random(1, 10, 64), torch.ones(1, 10),
-        image_rotary_emb=table, return_dict=False,
-    )[0]  # fmt: skip
+        random(1, 4, 16, 16),
+        torch.tensor([3.0]),
+        random(1, 10, 64),
+        torch.ones(1, 10),
+        random(1, 10, 64),
+        torch.ones(1, 10),
+        image_rotary_emb=table,
+        return_dict=False,
+    )[0]
 
 
 def autoencoder_dc():
     from diffusers import AutoencoderDC
 
     model = AutoencoderDC(
-        latent_channels=8, encoder_block_out_channels=(32, 64), decoder_block_out_channels=(32, 64),
-        encoder_layers_per_block=(1, 1), decoder_layers_per_block=(1, 1), encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)), encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"), downsample_block_type="Conv",
-    )  # fmt: skip
+        latent_channels=8,
+        encoder_block_out_channels=(32, 64),
+        decoder_block_out_channels=(32, 64),
+        encoder_layers_per_block=(1, 1),
+        decoder_layers_per_block=(1, 1),
+        encoder_qkv_multiscales=((), (5,)),
+        decoder_qkv_multiscales=((), (5,)),
+        encoder_block_types=("ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "EfficientViTBlock"),
+        downsample_block_type="Conv",
+    )
     return model, lambda m: m.decode(random(1, 8, 16, 16)).sample
 
 
@@ -123,9 +159,14 @@ def mochi():
     from diffusers import AutoencoderKLMochi
 
     model = AutoencoderKLMochi(
-        latent_channels=4, out_channels=3, encoder_block_out_channels=(32, 32, 32, 32), decoder_block_out_channels=(32, 32, 32, 32),
-        layers_per_block=(1, 1, 1, 1, 1), latents_mean=None, latents_std=None,
-    )  # fmt: skip
+        latent_channels=4,
+        out_channels=3,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        layers_per_block=(1, 1, 1, 1, 1),
+        latents_mean=None,
+        latents_std=None,
+    )
     return model, lambda m: m.decode(random(1, 4, 2, 8, 8)).sample
 
 
@@ -133,9 +174,12 @@ def cosmos():
     from diffusers import AutoencoderKLCosmos
 
     model = AutoencoderKLCosmos(
-        encoder_block_out_channels=(32, 32, 32, 32), decode_block_out_channels=(32, 32, 32, 32), num_layers=1, resolution=64,
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decode_block_out_channels=(32, 32, 32, 32),
+        num_layers=1,
+        resolution=64,
         attention_resolutions=(8,),
-    )  # fmt: skip
+    )
     return model, lambda m: m.decode(random(1, 16, 2, 8, 8)).sample
 
 
@@ -144,9 +188,12 @@ def resnet():
         def __init__(self, channels):
             super().__init__()
             self.inner = nn.Sequential(
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-                nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
-            )  # fmt: skip
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels),
+                nn.ReLU(),
+                nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+                nn.BatchNorm2d(channels),
+            )
 
         def forward(self, x):
             return torch.relu(x + self.inner(x))
@@ -209,10 +256,23 @@ def wav2vec():
 MODELS = {
     make.__name__: make
     for make in (
-        unet, unet_of_ddpm, controlnet, dit, pixart, sd3, hunyuan_dit, autoencoder_dc, mochi, cosmos, resnet, tiny_convolutions, vit,
-        bert, wav2vec,
+        unet,
+        unet_of_ddpm,
+        controlnet,
+        dit,
+        pixart,
+        sd3,
+        hunyuan_dit,
+        autoencoder_dc,
+        mochi,
+        cosmos,
+        resnet,
+        tiny_convolutions,
+        vit,
+        bert,
+        wav2vec,
     )
-}  # fmt: skip
+}
 
 
 def compare(make, seconds=4.0):

@@ -1,4 +1,7 @@
-"""For mkdocstrings: examples in docstrings become blocks of code, which Markdown would take for quotations."""
+"""An extension of mkdocstrings that turns the examples of docstrings into blocks of code.
+
+Markdown would take their `>>>` for quotations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""For mkdocs: links to files of the repository are names of these files on the site, which has none of them."""
+"""A hook of mkdocs that replaces links to source files of the repository by the names of these files.
+
+The site does not hold the files, so the links would lead nowhere.
+"""
 
 from __future__ import annotations
 

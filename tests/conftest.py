@@ -16,7 +16,8 @@ from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.table import forget_tables
 
-numba_cache.folder()  # decided before tests have cache folders of their own: kernels are compiled once, not in every run
+# Decided before tests get cache folders of their own: kernels are then compiled once, not in every run.
+numba_cache.folder()
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpret.masks import keep_comparisons_boolean

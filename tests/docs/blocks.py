@@ -15,7 +15,7 @@ _BLOCK = re.compile(
 
 
 class Block(NamedTuple):
-    """One fenced block: its language, its title, its text, its line, and whether it says that it needs a GPU."""
+    """One fenced block: its language, title, text and line, and whether it is marked as needing a GPU."""
 
     language: str
     title: str

@@ -1,4 +1,4 @@
-"""The documentation is true: its examples run, its commands exist, its generated parts are as they would be."""
+"""The documentation is true: examples run, commands exist, generated parts are up to date."""
 
 import json
 import os

@@ -14,7 +14,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 @pytest.fixture
 def declared(tmp_path):
-    """Writes the blocks of CONTRIBUTING with titles as files, and runs tests or code where they are imported."""
+    """Write the titled blocks of CONTRIBUTING as files, and run tests or code that imports them."""
     for block in blocks(CONTRIBUTING):
         if block.title:
             file = tmp_path / block.title
@@ -101,5 +101,8 @@ assert torch.compile(function, fullgraph=True, backend="eager")(x).shape == x.sh
 
 
 def test_the_op_is_known_to_the_command_line(declared):
-    code = "import sys, squared_relu; from turnout.cli import app; sys.argv = ['turnout', 'explain', 'squared_relu', '--x', '4,4']; app()"
+    code = (
+        "import sys, squared_relu; from turnout.cli import app;"
+        "sys.argv = ['turnout', 'explain', 'squared_relu', '--x', '4,4']; app()"
+    )
     assert "squared_relu(shape=[4, 4]" in declared("-c", code)

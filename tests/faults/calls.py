@@ -32,7 +32,7 @@ def sized_cases(op_name):
         return [
             case("signals", "", (batch, 384, 2048), layout, dtype, **(packed if batch == 1 else {}))
             for dtype, layout, batch in forms
-        ]  # fmt: skip
+        ]
     if op_name == "causal_conv1d_update":
         case = importlib.import_module("turnout.ops.causal_conv1d_update.cases").case
         return [case("signals", "", 64, 2048, dtype, length=length) for dtype in DTYPES for length in (0, 3)]

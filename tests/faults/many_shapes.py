@@ -24,7 +24,7 @@ LINES = 20
 
 
 def new_call(draw):
-    """A call of a random op with random sizes, most of them new, and the route that is pinned for it, if any."""
+    """A call of a random op with random, mostly new sizes, and the route that is pinned for it, if any."""
 
     def size(most=400):
         return draw.randint(1, most)
@@ -38,14 +38,26 @@ def new_call(draw):
         "dot": (lambda: turnout.dot(some(a * b), some(a * b)), "cpu-chunks"),
         "matmul": (lambda: turnout.matmul(some(b, a), some(a, c)), None),
         "rms_norm_silu": (lambda: turnout.rms_norm_silu(x, some(b), eps=1e-6), "cpu-planes"),
-        "rms_norm_silu_into": (lambda: turnout.rms_norm_silu(x, eps=1e-6, out=torch.empty_like(x)), "cpu-planes"),
-        "group_norm_silu_into": (lambda: turnout.group_norm_silu(x, b, eps=1e-6, out=torch.empty_like(x)), None),
-        "causal_conv1d": (lambda: turnout.causal_conv1d(some(c, b, a), some(b, 4), activation="silu"), None),
-        "causal_conv1d_update": (lambda: causal_conv1d_update(some(c, a), some(c, a, b + 3), some(a, 4)), "cpu-channels"),
-        "selective_scan_update": (
-            lambda: selective_scan_update(some(c, a), some(c, a, b), some(c, a), some(a, b), some(c, b), some(c, b)), None,
+        "rms_norm_silu_into": (
+            lambda: turnout.rms_norm_silu(x, eps=1e-6, out=torch.empty_like(x)),
+            "cpu-planes",
         ),
-    }  # fmt: skip
+        "group_norm_silu_into": (
+            lambda: turnout.group_norm_silu(x, b, eps=1e-6, out=torch.empty_like(x)),
+            None,
+        ),
+        "causal_conv1d": (lambda: turnout.causal_conv1d(some(c, b, a), some(b, 4), activation="silu"), None),
+        "causal_conv1d_update": (
+            lambda: causal_conv1d_update(some(c, a), some(c, a, b + 3), some(a, 4)),
+            "cpu-channels",
+        ),
+        "selective_scan_update": (
+            lambda: selective_scan_update(
+                some(c, a), some(c, a, b), some(c, a), some(a, b), some(c, b), some(c, b)
+            ),
+            None,
+        ),
+    }
     name = draw.choice(list(calls))
     run, route = calls[name]
     return run, {name: route} if route is not None and draw.random() < 0.5 else {}

@@ -133,10 +133,18 @@ def _selective_scan(t):
         "dt_softplus": True,
     }
     yield {
-        "x": t(1, 4, 5), "dt": t(1, 4, 5), "A": t.rates(4, 3), "B": t(1, 3, 5), "C": t(1, 3, 5), "D": t(4),
-        "z": t(1, 4, 5), "dt_bias": t(4),
-        "dt_softplus": True, "initial_state": t(1, 4, 3), "return_final_state": True,
-    }  # fmt: skip
+        "x": t(1, 4, 5),
+        "dt": t(1, 4, 5),
+        "A": t.rates(4, 3),
+        "B": t(1, 3, 5),
+        "C": t(1, 3, 5),
+        "D": t(4),
+        "z": t(1, 4, 5),
+        "dt_bias": t(4),
+        "dt_softplus": True,
+        "initial_state": t(1, 4, 3),
+        "return_final_state": True,
+    }
 
 
 def _selective_scan_update(t):
@@ -150,10 +158,18 @@ def _selective_scan_update(t):
         "dt_softplus": True,
     }
     yield {
-        "x": t(2, 4), "state": t(2, 4, 3), "dt": t(2, 4), "A": t(4, 3), "B": t(2, 3), "C": t(2, 3), "D": t(4),
-        "z": t(2, 4), "dt_bias": t(4),
-        "dt_softplus": True, "log_rates": True,
-    }  # fmt: skip
+        "x": t(2, 4),
+        "state": t(2, 4, 3),
+        "dt": t(2, 4),
+        "A": t(4, 3),
+        "B": t(2, 3),
+        "C": t(2, 3),
+        "D": t(4),
+        "z": t(2, 4),
+        "dt_bias": t(4),
+        "dt_softplus": True,
+        "log_rates": True,
+    }
 
 
 def _norm_rope(t):
@@ -188,16 +204,26 @@ def _norm_rope_qk(t):
         "eps": 1e-5,
     }
     yield {
-        "q": (t(1, 3, 2, 8), t(1, 4, 2, 8)), "k": (t(1, 3, 2, 8), t(1, 4, 2, 8)), "cos": t(7, 8),
-        "sin": t(7, 8), "q_weight": (t(8), t(8)),
-        "k_weight": (t(8), t(8)), "pairing": "half", "out_layout": "bshd",
-    }  # fmt: skip
+        "q": (t(1, 3, 2, 8), t(1, 4, 2, 8)),
+        "k": (t(1, 3, 2, 8), t(1, 4, 2, 8)),
+        "cos": t(7, 8),
+        "sin": t(7, 8),
+        "q_weight": (t(8), t(8)),
+        "k_weight": (t(8), t(8)),
+        "pairing": "half",
+        "out_layout": "bshd",
+    }
     yield {"q": t(1, 5, 2, 8), "k": t(1, 5, 2, 8), "norm": True, "across_heads": True}
     yield {
-        "q": t(1, 5, 2, 8), "k": t(1, 5, 2, 8), "cos": t(5, 2), "sin": t(5, 2), "rotary_dim": 4,
-        "q_weight": t(8), "k_weight": t(8),
+        "q": t(1, 5, 2, 8),
+        "k": t(1, 5, 2, 8),
+        "cos": t(5, 2),
+        "sin": t(5, 2),
+        "rotary_dim": 4,
+        "q_weight": t(8),
+        "k_weight": t(8),
         "round_before_weight": True,
-    }  # fmt: skip
+    }
 
 
 def _layer_norm_modulate(t):
@@ -248,8 +274,15 @@ def _spatial_norm_silu(t):
     yield {"x": t(2, 6, 3, 4), "groups": 3, "weight": t(6), "bias": t(6), **small}
     small = {"scale": t(1, 6, 2, 2, 3), "shift": t(1, 6, 2, 2, 3)}
     yield {
-        "x": t(1, 6, 3, 4, 3), "groups": 2, "weight": None, "bias": None, **small, "eps": 1e-6, "silu": False, "first_apart": True,
-    }  # fmt: skip
+        "x": t(1, 6, 3, 4, 3),
+        "groups": 2,
+        "weight": None,
+        "bias": None,
+        **small,
+        "eps": 1e-6,
+        "silu": False,
+        "first_apart": True,
+    }
 
 
 def _attention(t):
@@ -278,15 +311,27 @@ def _sum(a, b):
 
 
 MAKERS: dict[str, Callable[[Made], Any]] = {
-    "attention": _attention, "causal_conv1d": _causal_conv1d, "causal_conv1d_update": _causal_conv1d_update,
-    "causal_conv3d": _causal_conv3d, "conv2d": _conv2d, "conv3d": _conv3d, "dot": _sum((64,), (64,)),
-    "gated_add": _gated_add, "group_norm_silu": _group_norm_silu,
-    "group_norm_silu_pad": _group_norm_silu_pad, "inner": _sum((64,), (64,)),
-    "layer_norm_modulate": _layer_norm_modulate, "matmul": _sum((1, 64), (64, 1)), "norm_rope": _norm_rope,
-    "norm_rope_qk": _norm_rope_qk, "rms_norm_silu": _rms_norm_silu, "selective_scan": _selective_scan,
-    "selective_scan_update": _selective_scan_update, "spatial_norm_silu": _spatial_norm_silu,
+    "attention": _attention,
+    "causal_conv1d": _causal_conv1d,
+    "causal_conv1d_update": _causal_conv1d_update,
+    "causal_conv3d": _causal_conv3d,
+    "conv2d": _conv2d,
+    "conv3d": _conv3d,
+    "dot": _sum((64,), (64,)),
+    "gated_add": _gated_add,
+    "group_norm_silu": _group_norm_silu,
+    "group_norm_silu_pad": _group_norm_silu_pad,
+    "inner": _sum((64,), (64,)),
+    "layer_norm_modulate": _layer_norm_modulate,
+    "matmul": _sum((1, 64), (64, 1)),
+    "norm_rope": _norm_rope,
+    "norm_rope_qk": _norm_rope_qk,
+    "rms_norm_silu": _rms_norm_silu,
+    "selective_scan": _selective_scan,
+    "selective_scan_update": _selective_scan_update,
+    "spatial_norm_silu": _spatial_norm_silu,
     "upsample_conv2d": _upsample_conv2d,
-}  # fmt: skip
+}
 
 
 class Call(NamedTuple):

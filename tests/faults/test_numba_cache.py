@@ -205,11 +205,16 @@ def test_a_broken_file_is_a_miss_and_replaced(package, harm):
     for file, other in ((first, second), (second, first)):
         content = contents[file]
         middle = len(content) // 2
-        file.write_bytes({
-            "empty": b"", "cut": content[:middle], "garbage": os.urandom(5000),
-            "one bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
-            "swapped": contents[other], "another pickle": b"\x80\x04N.",
-        }[harm])  # fmt: skip
+        file.write_bytes(
+            {
+                "empty": b"",
+                "cut": content[:middle],
+                "garbage": os.urandom(5000),
+                "one bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+                "swapped": contents[other],
+                "another pickle": b"\x80\x04N.",
+            }[harm]
+        )
     assert package.process() == ([20.0], 2)
     assert not package.warned
     assert package.process() == ([20.0], 0)

@@ -136,9 +136,12 @@ def test_matrix_products_that_are_less_exact_are_not_taken_for_convolutions(prec
     assert "pointwise" not in turnout.explain("conv2d", x, w).refused
     turnout.conv2d(x, w)
     for conv, matmul, refuses in (
-        ("ieee", "bf16", True), ("ieee", "tf32", True), ("tf32", "bf16", True), ("bf16", "bf16", False),
+        ("ieee", "bf16", True),
+        ("ieee", "tf32", True),
+        ("tf32", "bf16", True),
+        ("bf16", "bf16", False),
         ("bf16", "ieee", False),
-    ):  # fmt: skip
+    ):
         torch.backends.mkldnn.conv.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision = conv, matmul
         reasons = turnout.explain("conv2d", x, w).refused.get("pointwise", ())
         assert any("matrix products" in reason for reason in reasons) == refuses, (conv, matmul, reasons)
@@ -167,9 +170,10 @@ turnout.attention(x, x, x), turnout.explain("conv2d", x, w)
 
 def test_settings_before_the_first_call_of_a_process():
     settings = [
-        "torch.backends.fp32_precision = 'tf32'", "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.backends.fp32_precision = 'tf32'",
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
         "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.set_float32_matmul_precision('medium')",
-    ]  # fmt: skip
+    ]
     settings = settings if EVERY_CALL else settings[:1]
     programs = [[sys.executable, "-c", FIRST.format(setting=setting)] for setting in settings]
     running = [subprocess.Popen(program, stderr=subprocess.PIPE, text=True) for program in programs]
@@ -395,11 +399,13 @@ def test_vmap_of_masks_and_lengths_in_and_out_of_each_other():
 
 
 OTHER_VALUES = {
-    "kv_lengths": torch.tensor([2, 5]), "cu_seqlens": torch.tensor([0, 7, 9]),
+    "kv_lengths": torch.tensor([2, 5]),
+    "cu_seqlens": torch.tensor([0, 7, 9]),
     "seq_idx": torch.tensor([[0, 1, 1, 1, 2, 2], [0, 0, 0, 3, -1, -1]]),
-    "mask": (torch.arange(20) < 5).expand(2, 1, 1, 20), "cache_seqlens": torch.tensor([3, 1]),
+    "mask": (torch.arange(20) < 5).expand(2, 1, 1, 20),
+    "cache_seqlens": torch.tensor([3, 1]),
     "conv_state_indices": torch.tensor([1, 4]),
-}  # fmt: skip
+}
 
 
 def other_values(call):

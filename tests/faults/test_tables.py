@@ -49,12 +49,16 @@ def measured():
         [args] = walk.calls(op, route, walk.CPU, CPU, 1)
         problem = op.problem(*args)
         made = Row(
-            op=op.name, problem={name: plain(value) for name, value in problem._asdict().items()},
-            us={"reference": 10.0, route.name: 1.0}, error={"reference": 0.0},
+            op=op.name,
+            problem={name: plain(value) for name, value in problem._asdict().items()},
+            us={"reference": 10.0, route.name: 1.0},
+            error={"reference": 0.0},
             config={route.name: dict(route.configs(problem, CPU)[0])},
-            version={route.name: route.version}, code_hash={route.name: route.code_hash},
-            versions=for_device("cpu"), machine=Device.of("cpu").machine,
-        )  # fmt: skip
+            version={route.name: route.version},
+            code_hash={route.name: route.code_hash},
+            versions=for_device("cpu"),
+            machine=Device.of("cpu").machine,
+        )
         rows.append((op, args, made))
     return rows
 
@@ -129,9 +133,18 @@ def with_strange_texts(draw, text):
 
 
 ATTACKS = (
-    other_values, other_values, other_values, other_number, truncated, with_null_bytes, with_other_bytes,
-    encoded, nested, with_the_same_name_twice, with_strange_texts,
-)  # fmt: skip
+    other_values,
+    other_values,
+    other_values,
+    other_number,
+    truncated,
+    with_null_bytes,
+    with_other_bytes,
+    encoded,
+    nested,
+    with_the_same_name_twice,
+    with_strange_texts,
+)
 
 
 def attacked(draw, made):
@@ -155,9 +168,14 @@ def with_other_rows(draw, text):
 
 
 TABLE_ATTACKS = (
-    of_another_schema, with_rows_that_are_no_list, with_other_rows, truncated, with_null_bytes,
-    with_other_bytes, encoded,
-)  # fmt: skip
+    of_another_schema,
+    with_rows_that_are_no_list,
+    with_other_rows,
+    truncated,
+    with_null_bytes,
+    with_other_bytes,
+    encoded,
+)
 
 
 def test_no_content_of_a_file_raises_and_each_is_a_row_or_one_line_of_doctor(measured):

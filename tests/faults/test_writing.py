@@ -103,10 +103,7 @@ def injected(op, run, monkeypatch, **changes):
 
 # Overlap
 
-CPU_ROUTES = [
-    (op, name) for op in WRITING for name, route in op.routes.items()
-    if runs_on_numba(route)
-]  # fmt: skip
+CPU_ROUTES = [(op, name) for op in WRITING for name, route in op.routes.items() if runs_on_numba(route)]
 
 
 def run_patterns(op, count, ran):
@@ -142,7 +139,7 @@ def test_random_overlap_is_right_or_refused(op, name, monkeypatch):
 @pytest.mark.usefixtures("_one_thread")
 @writing_ops
 def test_a_route_never_reads_what_it_has_written(op, monkeypatch):
-    """With a route that is wrong wherever anything overlaps: for all ops, also those whose routes need a GPU."""
+    """Every op takes a route that is wrong where tensors overlap, also ops whose routes need a GPU."""
     with injected(op, scribbling(op), monkeypatch, in_place=()) as ran:
         counts = run_patterns(op, PATTERNS, ran)
     print(f"\n{op.name}: {dict(counts)}")
@@ -459,16 +456,26 @@ LAUNCH_FAILURES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8 bytes."
     ),
     type("OutOfResources", (Exception,), {})("out of resource: shared memory, Required: 300000"),
     type("CompilationError", (Exception,), {})("at 3:4: no such thing"),
 ]
 MISTAKES = [
-    RuntimeError("shapes do not fit"), RuntimeError("CUDA error: an illegal memory access was encountered"),
-    ValueError("no"), IndexError("no"), AssertionError("no"), KeyError("no"), NotImplementedError("no"), TypeError("no"),
-    OSError("no"), ZeroDivisionError("no"), StopIteration("no"), TimeoutError("no"),
-]  # fmt: skip
+    RuntimeError("shapes do not fit"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("no"),
+    IndexError("no"),
+    AssertionError("no"),
+    KeyError("no"),
+    NotImplementedError("no"),
+    TypeError("no"),
+    OSError("no"),
+    ZeroDivisionError("no"),
+    StopIteration("no"),
+    TimeoutError("no"),
+]
 
 
 @pytest.mark.parametrize("error", LAUNCH_FAILURES, ids=lambda error: f"{type(error).__name__} {error}"[:40])
@@ -634,7 +641,7 @@ CALLS = {
 def test_an_exception_from_outside_is_never_taken_for_a_mistake_in_the_arguments(
     error, at, call, monkeypatch
 ):
-    """It arrives while the facts are gathered, at the first look or at the second, which wrong arguments get."""
+    """It arrives while the cache key is built, the first time or (with wrong arguments) the second time."""
     scope, looks = OPS["dot"].call.__globals__, []
     settings = scope["settings"]
 

@@ -61,7 +61,7 @@ def test_nan_and_inf_pass_through(op, route):
 
 @triton_routes
 def test_outputs_are_tensors_of_their_own(op, route):
-    """What is returned may be written in place, also after a call that recorded nothing; it shares no memory."""
+    """Outputs share no memory and may be written in place, also those of a call without gradients."""
     seen = 0
     for args in calls(op, route, CPU, H200, 40):
         if not suits(args):

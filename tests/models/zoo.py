@@ -122,6 +122,30 @@ def qwen_image():
     )  # fmt: skip
 
 
+UNET = {
+    "sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "cross_attention_dim": 8,
+    "attention_head_dim": 4, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+}  # fmt: skip
+
+
+def unet():
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(**UNET, up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"))
+
+
+def controlnet():
+    from diffusers import ControlNetModel
+
+    torch.manual_seed(0)
+    model = ControlNetModel(
+        **{key: value for key, value in UNET.items() if key != "sample_size"}, conditioning_embedding_out_channels=(4, 8)
+    )
+    for conv in (*model.controlnet_down_blocks, model.controlnet_mid_block):
+        torch.nn.init.normal_(conv.weight, std=0.1)  # zeros would hide all that comes before
+    return model
+
+
 def mamba():
     from transformers import MambaConfig, MambaForCausalLM
 
@@ -211,6 +235,16 @@ def call_qwen_image(model):
     ).sample  # fmt: skip
 
 
+def call_unet(model):
+    return model(random(2, 4, 8, 8).to(model.dtype), torch.tensor([5]), random(2, 3, 8).to(model.dtype)).sample
+
+
+def call_controlnet(model):
+    sample, text, picture = (random(*shape).to(model.dtype) for shape in ((2, 4, 8, 8), (2, 3, 8), (2, 3, 16, 16)))
+    down, middle = model(sample, torch.tensor([5]), text, picture, return_dict=False)
+    return torch.cat([x.flatten() for x in (*down, middle)])
+
+
 def tokens():
     return torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -238,6 +272,8 @@ ZOO = {
     "flux": (flux, call_flux, "norm_rope"),
     "wan-transformer": (wan_transformer, call_wan, "norm_rope"),
     "qwen-image": (qwen_image, call_qwen_image, "norm_rope"),
+    "unet": (unet, call_unet, "group_norm_silu"),
+    "controlnet": (controlnet, call_controlnet, "group_norm_silu"),
     "mamba": (mamba, logits, "causal_conv1d"),
     "mamba2": (mamba2, logits, "causal_conv1d"),
     "bamba": (bamba, logits, "causal_conv1d"),
@@ -246,6 +282,8 @@ ZOO = {
     "falcon-h1": (falcon_h1, logits, "causal_conv1d"),
     "zamba2": (zamba2, logits, "causal_conv1d"),
 }  # fmt: skip
+
+PARTLY_KNOWN = ("unet", "controlnet")  # their blocks are known, they themselves are not
 
 # what encoders are called with: one frame and one chunk
 CLIPS = {

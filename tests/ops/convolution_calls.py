@@ -50,9 +50,19 @@ class Call(NamedTuple):
         out = torch.full((self.batch, self.filters, *out_size), float("nan"), dtype=self.dtype, device=device)
         out = out if self.dense else channels_last(out)
         launch(
-            x, weight, bias, out, stride=self.stride, padding=self.padding, dilation=self.dilation, residual=residual, cache=cache,
-            pad_mode=self.pad_mode, precision=self.precision, **config,
-        )  # fmt: skip
+            x,
+            weight,
+            bias,
+            out,
+            stride=self.stride,
+            padding=self.padding,
+            dilation=self.dilation,
+            residual=residual,
+            cache=cache,
+            pad_mode=self.pad_mode,
+            precision=self.precision,
+            **config,
+        )
         expected = self.expected(
             *(None if t is None else t.cpu().double() for t in (x, weight, bias, residual, cache))
         )

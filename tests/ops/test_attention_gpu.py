@@ -168,7 +168,7 @@ def test_lengths_that_only_the_device_knows():
 
 @pytest.mark.parametrize("lengths", [[[20, 256], [64, 256]], [300, 320]])
 def test_two_streams_leave_nothing_behind(lengths):
-    """Elements on two streams: inputs freed and overwritten at once, padding full of NaN, a graph of it all."""
+    """Calls on two streams with inputs freed and overwritten at once, NaN in the padding, and a graph."""
     q, k, v = tensors(2, 4, 4, 300, 320, 128)
     args = ATTENTION.arguments(q, k, v, kv_lengths=lengths)
     route = ATTENTION.routes["common-keys"]

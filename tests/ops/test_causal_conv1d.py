@@ -290,32 +290,80 @@ ONE, STEP = X[:1], X[..., 0]
 BAD = {
     "x of two dimensions": (lambda: causal_conv1d(X[0], W), r"x is \[4, 8\], it needs"),
     "weight of three dimensions": (lambda: causal_conv1d(X, W[:, None]), r"weight is \[4, 1, 3\], it needs"),
-    "weight of other channels": (lambda: causal_conv1d(X, W[:3]), r"weight is \[3, 3\], it needs .* 4 channels"),
+    "weight of other channels": (
+        lambda: causal_conv1d(X, W[:3]),
+        r"weight is \[3, 3\], it needs .* 4 channels",
+    ),
     "weight of no width": (lambda: causal_conv1d(X, W[:, :0]), "a width of at least 1"),
     "bias": (lambda: causal_conv1d(X, W, torch.randn(3)), r"bias is \[3\], it needs"),
     "integers": (lambda: causal_conv1d(X.int(), W), "x is int32, it needs a floating-point"),
     "activation": (lambda: causal_conv1d(X, W, activation="gelu"), "activation is 'gelu', it needs"),
-    "states of the wrong width": (lambda: causal_conv1d(X, W, initial_states=STATE[..., :1]), r"states is \[2, 4, 1\], .*\[2, 4, 2\]"),
-    "states of the wrong dtype": (lambda: causal_conv1d(X, W, initial_states=STATE.half()), "initial_states are float16, they need"),
-    "states elsewhere": (lambda: causal_conv1d(X, W, initial_states=STATE.to("meta")), "initial_states is on meta, it needs"),
+    "states of the wrong width": (
+        lambda: causal_conv1d(X, W, initial_states=STATE[..., :1]),
+        r"states is \[2, 4, 1\], .*\[2, 4, 2\]",
+    ),
+    "states of the wrong dtype": (
+        lambda: causal_conv1d(X, W, initial_states=STATE.half()),
+        "initial_states are float16, they need",
+    ),
+    "states elsewhere": (
+        lambda: causal_conv1d(X, W, initial_states=STATE.to("meta")),
+        "initial_states is on meta, it needs",
+    ),
     "weight elsewhere": (lambda: causal_conv1d(X, W.to("meta")), "weight is on meta, it needs"),
-    "seq_idx shape": (lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()), r"seq_idx is \[2, 7\], it needs .*\[2, 8\]"),
+    "seq_idx shape": (
+        lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 7).int()),
+        r"seq_idx is \[2, 7\], it needs .*\[2, 8\]",
+    ),
     "seq_idx dtype": (lambda: causal_conv1d(X, W, seq_idx=torch.zeros(2, 8)), "seq_idx is float32, it needs"),
-    "two packings": (lambda: causal_conv1d(ONE, W, seq_idx=torch.zeros(1, 8).int(), cu_seqlens=torch.tensor([0, 8])), "give one of them"),
-    "ends before the length": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 7])), r"is \[0, 7\], it needs .* length 8"),
-    "ends after the length": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 3, 9])), "it needs to rise from 0"),
-    "ends that fall": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 5, 3, 8])), "it needs to rise from 0"),
-    "ends from one": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([1, 8])), "it needs to rise from 0"),
-    "packed batch": (lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])), "x has batch 2 .* need batch 1"),
-    "ends of two dimensions": (lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([[0, 8]])), r"cu_seqlens is \[1, 2\], it needs"),
+    "two packings": (
+        lambda: causal_conv1d(ONE, W, seq_idx=torch.zeros(1, 8).int(), cu_seqlens=torch.tensor([0, 8])),
+        "give one of them",
+    ),
+    "ends before the length": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 7])),
+        r"is \[0, 7\], it needs .* length 8",
+    ),
+    "ends after the length": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 3, 9])),
+        "it needs to rise from 0",
+    ),
+    "ends that fall": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([0, 5, 3, 8])),
+        "it needs to rise from 0",
+    ),
+    "ends from one": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([1, 8])),
+        "it needs to rise from 0",
+    ),
+    "packed batch": (
+        lambda: causal_conv1d(X, W, cu_seqlens=torch.tensor([0, 8])),
+        "x has batch 2 .* need batch 1",
+    ),
+    "ends of two dimensions": (
+        lambda: causal_conv1d(ONE, W, cu_seqlens=torch.tensor([[0, 8]])),
+        r"cu_seqlens is \[1, 2\], it needs",
+    ),
     "update: x": (lambda: causal_conv1d_update(X[0, 0], STATE, W), r"x is \[8\], it needs"),
-    "update: short state": (lambda: causal_conv1d_update(STEP, STATE[..., :1], W), "state length of at least width - 1 = 2"),
+    "update: short state": (
+        lambda: causal_conv1d_update(STEP, STATE[..., :1], W),
+        "state length of at least width - 1 = 2",
+    ),
     "update: slots": (lambda: causal_conv1d_update(STEP, STATE[:1], W), "1 slots for a batch of 2"),
-    "update: indices": (lambda: causal_conv1d_update(STEP, STATE, W, conv_state_indices=torch.zeros(3).int()), "indices is int32"),
+    "update: indices": (
+        lambda: causal_conv1d_update(STEP, STATE, W, conv_state_indices=torch.zeros(3).int()),
+        "indices is int32",
+    ),
     "update: weight": (lambda: causal_conv1d_update(STEP, STATE, W[:2]), r"weight is \[2, 3\], it needs"),
-    "update: activation": (lambda: causal_conv1d_update(STEP, STATE, W, activation="relu"), "activation is 'relu'"),
-    "update: state elsewhere": (lambda: causal_conv1d_update(STEP, STATE.to("meta"), W), "conv_state is on meta"),
-}  # fmt: skip
+    "update: activation": (
+        lambda: causal_conv1d_update(STEP, STATE, W, activation="relu"),
+        "activation is 'relu'",
+    ),
+    "update: state elsewhere": (
+        lambda: causal_conv1d_update(STEP, STATE.to("meta"), W),
+        "conv_state is on meta",
+    ),
+}
 
 
 @pytest.mark.parametrize("mistake", BAD)
@@ -583,7 +631,8 @@ def test_explain_says_what_a_card_could_do():
 
 def test_imports_neither_triton_nor_numba():
     code = (
-        "import sys, turnout.ops.causal_conv1d.routes, turnout.ops.causal_conv1d_update.routes, turnout.compat.causal_conv1d;"
+        "import sys, turnout.ops.causal_conv1d.routes, turnout.ops.causal_conv1d_update.routes;"
+        "import turnout.compat.causal_conv1d;"
         "import turnout.ops.causal_conv1d_backward.routes; assert not {'triton', 'numba'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

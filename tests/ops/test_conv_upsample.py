@@ -1,4 +1,4 @@
-"""upsample_conv2d on a CPU: phases against the convolution of the large image, for every scale and padding."""
+"""upsample_conv2d on a CPU: phases against the convolution of the upsampled image, at every scale."""
 
 import itertools
 

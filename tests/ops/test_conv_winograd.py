@@ -1,4 +1,4 @@
-"""Winograd's kernels on a CPU: any size, layout and type, positive numbers, threads, and what is not finite."""
+"""Winograd kernels on a CPU: sizes, layouts, dtypes, positive inputs, threads, NaN and Inf."""
 
 import itertools
 

@@ -19,16 +19,29 @@ def task(depth, height, width, channels, filters, kernel=(3, 3, 3), dtype=torch.
 
     size = (1, channels, depth, height, width)
     return Task(
-        size, (filters, channels, *kernel), (1, filters, *size[2:]), strides(channels), strides(filters), dtype,
-        padding=tuple(k // 2 for k in kernel), **more,
-    )  # fmt: skip
+        size,
+        (filters, channels, *kernel),
+        (1, filters, *size[2:]),
+        strides(channels),
+        strides(filters),
+        dtype,
+        padding=tuple(k // 2 for k in kernel),
+        **more,
+    )
 
 
 TASKS = [
-    task(4, 480, 832, 96, 96), task(81, 480, 832, 96, 96), task(4, 240, 416, 192, 192), task(4, 120, 208, 384, 384),
-    task(21, 60, 104, 1024, 1024), task(1, 1024, 1024, 128, 128, (1, 3, 3)), task(4, 240, 416, 192, 384, (3, 1, 1)),
-    task(4, 480, 832, 192, 96, dtype=torch.float32), task(2, 30, 40, 320, 320), task(1, 7, 5, 8, 8, (1, 1, 1)),
-]  # fmt: skip
+    task(4, 480, 832, 96, 96),
+    task(81, 480, 832, 96, 96),
+    task(4, 240, 416, 192, 192),
+    task(4, 120, 208, 384, 384),
+    task(21, 60, 104, 1024, 1024),
+    task(1, 1024, 1024, 128, 128, (1, 3, 3)),
+    task(4, 240, 416, 192, 384, (3, 1, 1)),
+    task(4, 480, 832, 192, 96, dtype=torch.float32),
+    task(2, 30, 40, 320, 320),
+    task(1, 7, 5, 8, 8, (1, 1, 1)),
+]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=str)

@@ -199,6 +199,19 @@ def test_gradients():
     )
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_forward_derivatives(layout):
+    x, direction = torch.randn(2, 1, 8, 3, 4, 5).unbind()
+    weight, bias = torch.randn(2, 8).unbind()
+    expected = torch.func.jvp(lambda x: F.silu(F.group_norm(x, 4, weight, bias)), (x,), (direction,))
+    given = x.to(memory_format=layout), direction.to(memory_format=layout)
+    found = torch.func.jvp(
+        lambda x: turnout.group_norm_silu(x, 4, weight, bias, eps=1e-5), given[:1], given[1:]
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_call_with_out_under_fullgraph():
     x, weight = torch.randn(1, 8, 2, 3, 4), torch.randn(8)
 

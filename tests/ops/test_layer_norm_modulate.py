@@ -1,4 +1,4 @@
-"""layer_norm_modulate and gated_add: bit for bit the blocks of diffusers, shapes, gradients, what must raise."""
+"""layer_norm_modulate and gated_add: the bits of the blocks of diffusers, shapes, gradients, errors."""
 
 import importlib
 

@@ -41,9 +41,12 @@ def test_wan_norm_of_diffusers(route, dtype):
         expected = F.silu(norm(x))
         with turnout.pin(rms_norm_silu="reference"):
             assert torch.equal(turnout.rms_norm_silu(x, norm.gamma, eps=1e-12, style="normalize"), expected)
-        assert Trial(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).complaint(
-            "close", RMS_NORM_SILU.routes[route].run
-        ) is None  # fmt: skip
+        assert (
+            Trial(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).complaint(
+                "close", RMS_NORM_SILU.routes[route].run
+            )
+            is None
+        )
         plain = turnout.rms_norm_silu(x, norm.gamma, eps=1e-12, style="normalize", silu=False)
         torch.testing.assert_close(
             plain,

@@ -107,8 +107,12 @@ def test_a_state_of_a_half_type_is_written_as_it_is():
 )
 def test_what_does_not_fit_is_named(changed, said):
     given = {
-        "x": torch.ones(2, 6), "state": torch.ones(2, 6, 4), "dt": torch.ones(2, 6), "A": -torch.ones(6, 4), "B": torch.ones(2, 4),
+        "x": torch.ones(2, 6),
+        "state": torch.ones(2, 6, 4),
+        "dt": torch.ones(2, 6),
+        "A": -torch.ones(6, 4),
+        "B": torch.ones(2, 4),
         "C": torch.ones(2, 4),
-    }  # fmt: skip
+    }
     with pytest.raises(ValueError, match=said):
         selective_scan_update(**(given | changed))

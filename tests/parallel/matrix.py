@@ -16,7 +16,7 @@ LATENTS = {
     "wan": [(1, 4, 3, 5, 7), (1, 4, 2, 8, 9)],
     "wan22": [(1, 6, 3, 4, 5), (1, 6, 2, 9, 8)],
     "qwen-image-vae": [(1, 4, 1, 5, 6), (1, 4, 1, 9, 8)],
-}  # fmt: skip
+}
 CLIPS = {"wan": (1, 3, 5, 40, 48), "wan22": (1, 3, 5, 48, 64), "qwen-image-vae": (1, 3, 1, 40, 32)}
 AXES = {"height": -2, "width": -1}
 DTYPES = (torch.float32, torch.bfloat16)

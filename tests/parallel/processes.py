@@ -23,9 +23,13 @@ def run_ranks(function, ranks, *args, timeout=240):
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))
         environment = {
-            **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-        }  # fmt: skip
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+        }
         outputs = [Path(folder, f"output-{rank}") for rank in range(ranks)]
         command = [sys.executable, "-m", "tests.parallel.processes", str(call)]
         started = [

@@ -12,8 +12,12 @@ from tests.parallel.processes import ROOT
 def run(tmp_path, *command):
     """What a command printed. HOME is elsewhere: Ray keeps a token there."""
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0",
-    }  # fmt: skip
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+        "HOME": str(tmp_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout

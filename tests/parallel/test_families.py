@@ -23,7 +23,7 @@ LATENTS = {
     "cogvideox": [(1, 4, 3, 8, 9)],
     "ltx": [(1, 4, 2, 8, 9)],
     "ltx2": [(1, 4, 2, 9, 8)],
-}  # fmt: skip
+}
 FRAMES = {"hunyuan": (5,), "cogvideox": (5,), "ltx": (5,), "ltx2": (9,)}
 
 
@@ -124,9 +124,13 @@ def test_a_middle_block_that_is_not_bare_is_computed_whole():
 
 def test_noise_inside_a_decoder_is_refused():
     vae = AutoencoderKLLTXVideo(
-        latent_channels=4, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5, decoder_inject_noise=(True,) * 5,
-    )  # fmt: skip
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        decoder_inject_noise=(True,) * 5,
+    )
     with pytest.raises(ValueError, match="adds noise, which ranks would draw for themselves"):
         turnout.distribute(vae, Lockstep(2))
 

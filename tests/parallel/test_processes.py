@@ -8,9 +8,11 @@ from tests.parallel.matrix import ALL, DTYPES, LATENTS
 from tests.parallel.processes import run_ranks
 
 SOME = [
-    ("wan", torch.bfloat16, True, "width"), ("wan", torch.float32, True, "auto"), ("wan22", torch.bfloat16, False, "height"),
+    ("wan", torch.bfloat16, True, "width"),
+    ("wan", torch.float32, True, "auto"),
+    ("wan22", torch.bfloat16, False, "height"),
     ("qwen-image-vae", torch.float32, False, "auto"),
-]  # fmt: skip
+]
 EVERY = [
     (name, dtype, fast, split)
     for name in LATENTS
@@ -23,16 +25,27 @@ EVERY = [
 def test_two_ranks():
     """One group of processes for all of it: to start one takes longer than most of what it does."""
     calls = [
-        ("same_bits", SOME), ("gathered", "first"), ("gathered", "none"), ("list_dealt_out", "all"),
-        ("list_dealt_out", "first"), ("list_dealt_out", "none"), ("refused_everywhere",), ("with_other_tables",),
-    ]  # fmt: skip
+        ("same_bits", SOME),
+        ("gathered", "first"),
+        ("gathered", "none"),
+        ("list_dealt_out", "all"),
+        ("list_dealt_out", "first"),
+        ("list_dealt_out", "none"),
+        ("one_raises",),
+        ("refused_everywhere",),
+        ("with_other_tables",),
+    ]
     first, second = run_ranks(on_ranks.in_turn, 2, calls)
     for rank, found in enumerate((first, second)):
-        bits, of_first, of_none, *lists, refusals, tables = found
+        bits, of_first, of_none, *lists, raised, refusals, tables = found
         assert_bits(bits)
         assert (of_first, of_none) == (True, True)
         own = [None, True, None] if rank == 0 else [True, None, True]  # the largest clip goes first
         assert lists == [[True] * 3, [True if rank == 0 else None] * 3, own]
+        said, *go_on = raised
+        reason = "OSError: of a hook" if rank == 1 else "RankFailed: rank 1 raised OSError: of a hook"
+        assert [text for text, _ in said] == [reason] * 2
+        assert go_on == [True, True]
         assert_refused(refusals)
         assert tables.startswith("RanksDiffer: ranks must agree, and differ in measured tables: "), tables
 
@@ -71,8 +84,13 @@ def assert_bits(found):
 def assert_refused(found):
     said, works_then = found
     needed = (
-        "a mesh of 2 dimensions", "Linear is not known", "disable_tiling", "RanksDiffer: ranks must agree, and differ in weights",
-        "height 1 and width 1 for 2 ranks", "shape and dtype: ", "numerics: ",
-    )  # fmt: skip
+        "a mesh of 2 dimensions",
+        "Linear is not known",
+        "disable_tiling",
+        "RanksDiffer: ranks must agree, and differ in weights",
+        "height 1 and width 1 for 2 ranks",
+        "shape and dtype: ",
+        "numerics: ",
+    )
     assert [part for part, text in zip(needed, said, strict=True) if part not in text] == [], said
     assert works_then

@@ -1,4 +1,4 @@
-"""What every op returns on a CPU, by every route, may be written in place, and arguments keep their storages."""
+"""Outputs of every op and route on a CPU may be written in place, and arguments keep their storages."""
 
 import pytest
 import torch

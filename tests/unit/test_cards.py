@@ -119,7 +119,8 @@ def test_an_h100_takes_what_was_measured_on_its_sibling():
 def test_unknown_cards_list_the_known():
     with pytest.raises(
         ValueError,
-        match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? One of: .*4090.*mi300x",
+        match=r"device 'rtx-9090' is not known; did you mean nvidia-geforce-rtx-5090\? "
+        r"One of: .*4090.*mi300x",
     ):
         Device.named("rtx-9090")
     assert all(device.flops and device.bandwidth.source for device in known_cards())
@@ -146,7 +147,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def test_a_triton_that_compiles_nothing_is_known_before_the_first_call(fresh, monkeypatch):
-    """One small kernel is compiled once; the routes then refuse, on this day and the next, without a warning."""
+    """One small kernel is compiled as a probe; where that fails, routes refuse, and there is no warning."""
     from dataclasses import replace
 
     pytest.importorskip("triton")

@@ -189,11 +189,14 @@ def test_a_pin_of_a_route_that_is_not_known(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ("bench", "dot", "--out", "FILE/rows"), ("bench", "dot", "--roofline", "FILE/roof.png"),
-        ("bench", "dot", "--roofline", "FOLDER"), ("bench", "dot", "--tune", "--export", "FILE/table.json"),
-        ("tune", "dot", "--export", "FILE/table.json"), ("tune", "dot", "--export", "FOLDER"),
+        ("bench", "dot", "--out", "FILE/rows"),
+        ("bench", "dot", "--roofline", "FILE/roof.png"),
+        ("bench", "dot", "--roofline", "FOLDER"),
+        ("bench", "dot", "--tune", "--export", "FILE/table.json"),
+        ("tune", "dot", "--export", "FILE/table.json"),
+        ("tune", "dot", "--export", "FOLDER"),
     ],
-)  # fmt: skip
+)
 def test_paths_are_checked_before_anything_is_measured(words, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     measured = pytest.fail

@@ -44,7 +44,18 @@ def kernel(x, y, count, BLOCK: tl.constexpr):
 def another(x):
     return x
 '''
-SHARED = "import triton\n\n\n@triton.jit\ndef silu(x):\n    return x * 2\n\n\n@triton.jit\ndef unused(x):\n    return x\n"
+SHARED = """import triton
+
+
+@triton.jit
+def silu(x):
+    return x * 2
+
+
+@triton.jit
+def unused(x):
+    return x
+"""
 
 
 @pytest.fixture
@@ -72,11 +83,18 @@ def package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("# a comment", "# another"), ('"""Doc."""', '"""Other words."""'), ("UNUSED = 1", "UNUSED = 2"),
-        ("    return x\n", "    return -x\n"), ("A module docstring", "Other words"), ("total", "acc"), ("lane", "offset"),
-        ("helper", "part_of_kernel"), ("import silu as activation", "import silu as silu_of"), ("x, y, count", "a: int, y, count"),
+        ("# a comment", "# another"),
+        ('"""Doc."""', '"""Other words."""'),
+        ("UNUSED = 1", "UNUSED = 2"),
+        ("    return x\n", "    return -x\n"),
+        ("A module docstring", "Other words"),
+        ("total", "acc"),
+        ("lane", "offset"),
+        ("helper", "part_of_kernel"),
+        ("import silu as activation", "import silu as silu_of"),
+        ("x, y, count", "a: int, y, count"),
     ],
-)  # fmt: skip
+)
 def test_words_and_what_is_not_used_do_not_count(package, old, new):
     before = package()
     text = KERNELS.replace(old, new)
@@ -91,11 +109,16 @@ def test_words_and_what_is_not_used_do_not_count(package, old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("x + lane", "x - lane"), ("tl.constexpr(4)", "tl.constexpr(8)"), ("range(count)", "range(count + 1)"),
-        ("tl.load(x + at)", "tl.load(x)"), ('("count",)', "()"), ("count, BLOCK: tl.constexpr)", "count, BLOCK)"),
-        ("at: tl.constexpr = 3", "at = 3"), ("total += activation", "total -= activation"),
+        ("x + lane", "x - lane"),
+        ("tl.constexpr(4)", "tl.constexpr(8)"),
+        ("range(count)", "range(count + 1)"),
+        ("tl.load(x + at)", "tl.load(x)"),
+        ('("count",)', "()"),
+        ("count, BLOCK: tl.constexpr)", "count, BLOCK)"),
+        ("at: tl.constexpr = 3", "at = 3"),
+        ("total += activation", "total -= activation"),
     ],
-)  # fmt: skip
+)
 def test_what_the_card_executes_counts(package, old, new):
     before = package()
     assert KERNELS.replace(old, new) != KERNELS
@@ -170,7 +193,9 @@ def test_every_file_of_kernels_is_followed():
 
 def test_the_same_in_every_python():
     """Syntax trees differ from version to version of Python in fields that say nothing."""
-    text = "def route(a: int, b=(1, 'x')):\n    c, *d = a[b, 1:], *b\n    return (yield c), lambda: (c, d), {**a}, f'{a!r:>{c}}', -1.5e-7"
+    text = """def route(a: int, b=(1, 'x')):
+    c, *d = a[b, 1:], *b
+    return (yield c), lambda: (c, d), {**a}, f'{a!r:>{c}}', -1.5e-7"""
     written = hashing._written(hashing._Canonical(lambda name: name).visit(hashing.ast.parse(text).body[0]))
     assert hashlib.sha256(written.encode()).hexdigest()[:16] == "8c6e04781c587494"
 

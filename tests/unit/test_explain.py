@@ -19,7 +19,8 @@ def test_golden_text_for_a_card_that_is_not_here():
         torch.empty(50_000_000, 1, dtype=torch.bfloat16, device="meta"),
     )
     assert str(turnout.explain("matmul", a, b, device="h200")) == (
-        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1], a_dtype=bfloat16, b_dtype=bfloat16)\n"
+        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1], "
+        "a_dtype=bfloat16, b_dtype=bfloat16)\n"
         "  on      NVIDIA H200\n"
         "  chosen  two-stage, by model: estimated 3.98x the reference\n"
         "  config  block=2048, warps=4, waves=8\n"

@@ -5,6 +5,7 @@ import torch
 
 from tests import fuzz, walk
 from turnout.ops.dot import DOT
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -59,6 +60,26 @@ def test_writing_beside_the_elements_is_found(monkeypatch, tmp_path):
     monkeypatch.setattr(DOT, "call", careless)
     lines, _ = wrong_lines(DOT, 6, tmp_path / "state.json")
     assert lines
+
+
+# A norm of three values that has one finite output, and one of a single value of 3e17, where float64 itself
+# has no digit right.
+LUCKY, UNKNOWN = 430881339535, 653684160029
+
+
+@pytest.mark.parametrize("seed", [LUCKY, UNKNOWN])
+def test_routes_are_not_held_to_the_luck_of_the_reference(seed, tmp_path):
+    found = fuzz.Counts(tmp_path / "state.json", 0).of(GROUP_NORM_SILU.name)
+    assert list(fuzz.try_case(GROUP_NORM_SILU, seed, walk.CPU, found)) == []
+    assert found["routes"]["cpu-block-sums"] == 1
+
+
+@pytest.mark.parametrize(("seed", "factor"), [(LUCKY, 1 + 1e-6), (UNKNOWN, 1.05)])
+def test_mistakes_in_such_calls_are_found(seed, factor):
+    args, changes = fuzz.call_of(GROUP_NORM_SILU, seed, walk.CPU)
+    trial = fuzz.Fuzzed(GROUP_NORM_SILU, args, outliers=fuzz.EDGES in changes, draws=16)
+    mistaken = trial.complaint("close", lambda *args: GROUP_NORM_SILU.reference(*args) * factor)
+    assert "its error against float64" in (mistaken or "")
 
 
 def test_a_run_goes_on_where_the_last_one_stopped(tmp_path):

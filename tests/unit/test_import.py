@@ -25,7 +25,9 @@ def test_import_takes_less_than_300_ms_beyond_torch(tmp_path):
 
     Time of the processor, not of whoever else uses it.
     """
-    code = "import torch, time; before = time.process_time(); import turnout; print(time.process_time() - before)"
+    code = (
+        "import torch, time; before = time.process_time(); import turnout;print(time.process_time() - before)"
+    )
     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     run(code, **kept)
     assert statistics.median(float(run(code, **kept)) for _ in range(3)) < 0.3
@@ -33,7 +35,8 @@ def test_import_takes_less_than_300_ms_beyond_torch(tmp_path):
 
 def test_import_loads_no_compiler_no_plotting_no_command_line():
     loaded = run(
-        "import torch, sys; before = set(sys.modules); import turnout; print(*sorted(set(sys.modules) - before))"
+        "import torch, sys; before = set(sys.modules); import turnout;"
+        "print(*sorted(set(sys.modules) - before))"
     ).split()
     heavy = (
         "triton",

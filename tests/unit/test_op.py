@@ -151,16 +151,21 @@ def test_autocast_still_routes():
 @pytest.mark.parametrize(
     ("call", "args"),
     [
-        ("dot", (torch.ones(3), torch.ones(4))), ("dot", (torch.ones(2, 2), torch.ones(2))),
+        ("dot", (torch.ones(3), torch.ones(4))),
+        ("dot", (torch.ones(2, 2), torch.ones(2))),
         ("dot", (torch.ones(3), torch.ones(3).double())),
-        ("dot", (torch.ones(3), None)), ("dot", ([1.0], torch.ones(1))),
+        ("dot", (torch.ones(3), None)),
+        ("dot", ([1.0], torch.ones(1))),
         ("dot", (torch.ones(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool))),
-        ("inner", (torch.ones(3), torch.ones(4))), ("inner", (torch.ones(2, 3), torch.ones(3).long())),
-        ("matmul", (torch.ones(2, 3), torch.ones(4, 5))), ("matmul", (torch.ones(1, 3), torch.ones(4, 1))),
+        ("inner", (torch.ones(3), torch.ones(4))),
+        ("inner", (torch.ones(2, 3), torch.ones(3).long())),
+        ("matmul", (torch.ones(2, 3), torch.ones(4, 5))),
+        ("matmul", (torch.ones(1, 3), torch.ones(4, 1))),
         ("matmul", (torch.tensor(1.0), torch.ones(3))),
-        ("matmul", (torch.ones(1, 3), torch.ones(3, 1).half())), ("matmul", (torch.ones(2, 1, 3), torch.ones(3, 3, 1))),
+        ("matmul", (torch.ones(1, 3), torch.ones(3, 1).half())),
+        ("matmul", (torch.ones(2, 1, 3), torch.ones(3, 3, 1))),
     ],
-)  # fmt: skip
+)
 def test_mistakes_raise_what_torch_raises(call, args):
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         getattr(torch, call)(*args)

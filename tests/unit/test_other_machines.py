@@ -17,9 +17,15 @@ from turnout.routing.op import OPS
 
 HALVES = frozenset([torch.float16, torch.bfloat16])
 A_CPU = replace(
-    Device.of("cpu"), units=16, threads=8, vectors="AVX512", one_dnn=HALVES | {torch.float32}, native_halves=HALVES,
-    careful_loop=True, lacks=frozenset(),
-)  # fmt: skip
+    Device.of("cpu"),
+    units=16,
+    threads=8,
+    vectors="AVX512",
+    one_dnn=HALVES | {torch.float32},
+    native_halves=HALVES,
+    careful_loop=True,
+    lacks=frozenset(),
+)
 AN_OLD_CPU = replace(
     A_CPU,
     units=4,
@@ -33,13 +39,28 @@ DEVICES = [*known_cards(), A_CPU, AN_OLD_CPU]
 
 # What says something of this machine: none of it may be asked once there is a device.
 ASKED_OF_A_MACHINE = [
-    "torch.get_num_threads", "torch.backends.cudnn.version", "torch.backends.cudnn.is_available",
-    "torch.backends.mkldnn.is_available", "torch.backends.cpu.get_cpu_capability", "torch.cpu._is_avx512_bf16_supported",
-    "torch.cpu._is_amx_fp16_supported", "torch.cuda.is_available", "torch.cuda.get_device_properties", "torch.convolution",
-    "torch.conv3d", "os.cpu_count", "importlib.util.find_spec", "importlib.metadata.version",
-    "turnout.routing.versions.triton", "turnout.routing.versions.installed",
-    *(f"turnout.routing.machine.{name}" for name in dir(machine) if callable(getattr(machine, name)) and name[0].islower()),
-]  # fmt: skip
+    "torch.get_num_threads",
+    "torch.backends.cudnn.version",
+    "torch.backends.cudnn.is_available",
+    "torch.backends.mkldnn.is_available",
+    "torch.backends.cpu.get_cpu_capability",
+    "torch.cpu._is_avx512_bf16_supported",
+    "torch.cpu._is_amx_fp16_supported",
+    "torch.cuda.is_available",
+    "torch.cuda.get_device_properties",
+    "torch.convolution",
+    "torch.conv3d",
+    "os.cpu_count",
+    "importlib.util.find_spec",
+    "importlib.metadata.version",
+    "turnout.routing.versions.triton",
+    "turnout.routing.versions.installed",
+    *(
+        f"turnout.routing.machine.{name}"
+        for name in dir(machine)
+        if callable(getattr(machine, name)) and name[0].islower()
+    ),
+]
 
 
 @pytest.fixture

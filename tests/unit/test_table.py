@@ -32,10 +32,22 @@ ROUTE = DOT.routes["cpu-chunks"]
 def row(length=4096, fast="cpu-chunks", **changes):
     us = {"reference": 10.0, "cpu-chunks": 20.0} | {fast: 1.0}
     made = Row(
-        op="dot", us=us, version={"cpu-chunks": ROUTE.version}, code_hash={"cpu-chunks": ROUTE.code_hash}, config={"cpu-chunks": {}},
-        problem={"a": [length], "b": [length], "a_strides": [1], "b_strides": [1], "a_dtype": "bfloat16", "b_dtype": "bfloat16"},
-        versions=for_device("cpu"), machine=Device.of("cpu").machine,
-    )  # fmt: skip
+        op="dot",
+        us=us,
+        version={"cpu-chunks": ROUTE.version},
+        code_hash={"cpu-chunks": ROUTE.code_hash},
+        config={"cpu-chunks": {}},
+        problem={
+            "a": [length],
+            "b": [length],
+            "a_strides": [1],
+            "b_strides": [1],
+            "a_dtype": "bfloat16",
+            "b_dtype": "bfloat16",
+        },
+        versions=for_device("cpu"),
+        machine=Device.of("cpu").machine,
+    )
     return replace(made, **changes)
 
 
@@ -102,9 +114,13 @@ def test_of_several_tritons_the_nearest_counts(tmp_path, monkeypatch):
 
     def measured(triton, us):
         return row(
-            us={"reference": 100.0, "two-stage": us}, version={"two-stage": route.version}, code_hash={"two-stage": route.code_hash},
-            config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}}, versions={"torch": "2.11.0", "triton": triton}, machine={},
-        )  # fmt: skip
+            us={"reference": 100.0, "two-stage": us},
+            version={"two-stage": route.version},
+            code_hash={"two-stage": route.code_hash},
+            config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}},
+            versions={"torch": "2.11.0", "triton": triton},
+            machine={},
+        )
 
     export([measured("3.6.0", 10.0), measured("3.9.0", 90.0)], H200, tmp_path / "nvidia-h200.json")
     assert len(load_table(tmp_path / "nvidia-h200.json").rows) == 2
@@ -128,9 +144,13 @@ def test_a_configuration_that_is_not_offered_gives_way_only_for_another_triton(t
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     route = DOT.routes["two-stage"]
     measured = row(
-        us={"reference": 100.0, "two-stage": 10.0}, version={"two-stage": route.version}, machine={},
-        code_hash={"two-stage": route.code_hash}, config={"two-stage": {"block": 7}}, versions={"triton": "3.6.0"},
-    )  # fmt: skip
+        us={"reference": 100.0, "two-stage": 10.0},
+        version={"two-stage": route.version},
+        machine={},
+        code_hash={"two-stage": route.code_hash},
+        config={"two-stage": {"block": 7}},
+        versions={"triton": "3.6.0"},
+    )
     export([measured], H200, tmp_path / "nvidia-h200.json")
     assert explained(device=replace(H200, triton=(3, 6))).authority == "model"
     other = explained(device=replace(H200, triton=(3, 9)))
@@ -354,11 +374,16 @@ def test_a_row_whose_fastest_route_has_changed_is_a_miss_as_a_whole(tmp_path, mo
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     routes = {name: DOT.routes[name] for name in ("single-launch", "two-stage")}
     measured = row(
-        us={"reference": 50.0, "single-launch": 100.0, "two-stage": 10.0}, machine={}, versions={"triton": "3.6.0"},
+        us={"reference": 50.0, "single-launch": 100.0, "two-stage": 10.0},
+        machine={},
+        versions={"triton": "3.6.0"},
         version={name: route.version for name, route in routes.items()},
-        config={"two-stage": {"block": 2048, "warps": 4, "waves": 8}, "single-launch": {"block": 8192, "warps": 16}},
+        config={
+            "two-stage": {"block": 2048, "warps": 4, "waves": 8},
+            "single-launch": {"block": 8192, "warps": 16},
+        },
         code_hash={"two-stage": "0" * 16, "single-launch": routes["single-launch"].code_hash},
-    )  # fmt: skip
+    )
     export([measured], H200, tmp_path / "nvidia-h200.json")
     assert explained(device="h200").authority == "model"
     slower = replace(measured, us={"reference": 50.0, "single-launch": 5.0, "two-stage": 10.0})
@@ -381,9 +406,34 @@ def test_problems_survive_json(op):
 
 
 VALUES = [
-    None, True, False, 0, -1, 7, 2**63, 2**70, 10**400, 1.5, -0.0, 1e308, float("inf"), float("nan"), "", "nn", "bfloat16", "close",
-    [], [1], [None], [[[]]], {}, {"a": 1}, {"a": {"b": {}}}, "x" * 10_000, [1] * 1000,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    7,
+    2**63,
+    2**70,
+    10**400,
+    1.5,
+    -0.0,
+    1e308,
+    float("inf"),
+    float("nan"),
+    "",
+    "nn",
+    "bfloat16",
+    "close",
+    [],
+    [1],
+    [None],
+    [[[]]],
+    {},
+    {"a": 1},
+    {"a": {"b": {}}},
+    "x" * 10_000,
+    [1] * 1000,
+]
 
 
 def mutated(draw, value, depth=0):

@@ -20,7 +20,7 @@ posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
 @pytest.fixture(params=["torch's", "helpers"])
-def way(request, monkeypatch):
+def thread_source(request, monkeypatch):
     if request.param == "helpers":
         monkeypatch.setattr(threads, "_runtime", lambda: None)
     elif threads._runtime() is None:
@@ -37,7 +37,7 @@ def shares(parts):
     return sorted(seen)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_every_part_once():
     assert shares(10) == [(0, 3), (3, 6), (6, 10)]
     assert shares(2) == [(0, 1), (1, 2)]
@@ -45,7 +45,7 @@ def test_every_part_once():
     assert shares(0) == [(0, 0)]
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_failures_arrive():
     def work(first, last):
         if first:
@@ -56,7 +56,7 @@ def test_failures_arrive():
     assert shares(3) == [(0, 1), (1, 2), (2, 3)]
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_a_failure_waits_for_the_other_shares():
     ended = []
 
@@ -71,7 +71,7 @@ def test_a_failure_waits_for_the_other_shares():
     assert sorted(ended) == [1, 2]
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_an_interruption_goes_before_an_error():
     def work(first, last):
         raise KeyboardInterrupt if first == 2 else MemoryError
@@ -80,7 +80,7 @@ def test_an_interruption_goes_before_an_error():
         threads.in_shares(work, 3)
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_a_failure_holds_no_memory():
     class Memory:
         pass
@@ -108,7 +108,7 @@ def test_a_failure_holds_no_memory():
         gc.enable()
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_from_several_threads_at_once():
     wrong = []
 
@@ -127,7 +127,7 @@ def test_from_several_threads_at_once():
     assert not wrong
 
 
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 def test_nested():
     seen = []
 
@@ -205,7 +205,7 @@ class Interrupter:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 crashes when threads are traced")
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("thread_source")
 @pytest.mark.parametrize("again", [0, 1, 2, 3, 5])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_bytecode(again):
@@ -391,8 +391,9 @@ def test_a_storm_of_signals(helpers):
         threads._runtime()
         signal.setitimer(signal.ITIMER_REAL, 1e-4, 2e-4)
         signal.setitimer(signal.ITIMER_VIRTUAL, 1e-4, 2e-4)
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
+        begin = time.monotonic()
+        while time.monotonic() < begin + 1 or counts["raised"] <= 100:
+            assert time.monotonic() < begin + 50, counts
             ended, raised = [], False
             def work(first, last):
                 end = time.perf_counter() + 0.0005
@@ -411,7 +412,7 @@ def test_a_storm_of_signals(helpers):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         print(counts)
-        assert counts["raised"] > 100 and not counts["wrong"] and not counts["running"], counts
+        assert not counts["wrong"] and not counts["running"], counts
     """
     print(run(code))
 

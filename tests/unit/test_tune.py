@@ -77,10 +77,12 @@ def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
-        (lambda a, b: torch.dot(a, b)[None], "shape is"), (lambda a, b: torch.dot(a, b).float(), "dtype is"),
-        (lambda a, b: torch.dot(a, b) * float("nan"), "error against float64 is inf"), (lambda a, b: 1 / 0, "it failed: ZeroDivisionError"),
+        (lambda a, b: torch.dot(a, b)[None], "shape is"),
+        (lambda a, b: torch.dot(a, b).float(), "dtype is"),
+        (lambda a, b: torch.dot(a, b) * float("nan"), "error against float64 is inf"),
+        (lambda a, b: 1 / 0, "it failed: ZeroDivisionError"),
     ],
-)  # fmt: skip
+)
 def test_every_kind_of_wrong_is_noticed(monkeypatch, broken, said):
     route = DOT.routes["cpu-chunks"]
     monkeypatch.setitem(

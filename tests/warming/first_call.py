@@ -52,9 +52,14 @@ def pretend_a_card():
     stream = types.SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     for name, value in {
-        "is_available": True, "device_count": 1, "current_device": 0, "current_stream": stream,
-        "get_device_properties": properties, "get_device_capability": (9, 0), "is_current_stream_capturing": False,
-    }.items():  # fmt: skip
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "current_stream": stream,
+        "get_device_properties": properties,
+        "get_device_capability": (9, 0),
+        "is_current_stream_capturing": False,
+    }.items():
         setattr(torch.cuda, name, lambda *args, value=value: value)
     torch._C._cuda_getCurrentRawStream = lambda index: 0
     torch._C._cuda_getDevice = lambda: 0

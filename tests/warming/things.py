@@ -26,9 +26,13 @@ def image_vae(device):
 
     with torch.device(device):
         model = AutoencoderKL(
-            block_out_channels=[32, 64], down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
-            layers_per_block=1, norm_num_groups=4, latent_channels=4,
-        )  # fmt: skip
+            block_out_channels=[32, 64],
+            down_block_types=["DownEncoderBlock2D"] * 2,
+            up_block_types=["UpDecoderBlock2D"] * 2,
+            layers_per_block=1,
+            norm_num_groups=4,
+            latent_channels=4,
+        )
     model.eval().requires_grad_(False)
     nn.Module.to(model, torch.bfloat16)
     turnout.accelerate(model)

@@ -58,8 +58,10 @@ def test_wheel_in_an_empty_environment(wheel, tmp_path):
     done = subprocess.run(install, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     code = (
-        "import torch, turnout; from turnout.routing.device import Device; from turnout.routing.table import Tables;"
-        "assert turnout.dot(torch.ones(5), torch.ones(5)) == 5; print(len(Tables(Device.named('h200')).shipped.rows), turnout.__file__)"
+        "import torch, turnout; from turnout.routing.device import Device;"
+        "from turnout.routing.table import Tables;"
+        "assert turnout.dot(torch.ones(5), torch.ones(5)) == 5;"
+        "print(len(Tables(Device.named('h200')).shipped.rows), turnout.__file__)"
     )
     done = subprocess.run(
         [str(python), "-c", code], capture_output=True, text=True, timeout=300, cwd=tmp_path

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from turnout.models.bare import Inside, is_bare
 from turnout.routing import settings
@@ -184,9 +185,40 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
         if adapter.inside is not None:
             method = _where_bare(adapter.inside, method, stock, of_argument=not issubclass(base, nn.Module))
         body[name] = _seen_as(stock, method)
-    cls = type(base.__name__, (adapter, base), body)
+    cls = _metaclass(base)(base.__name__, (adapter, base), body)
     _show_to_caches(base, cls)
     return cls
+
+
+class _Alike(type):
+    """A class that equals the one it was made of, and hashes as that one does.
+
+    diffusers tells processors apart by `processor.__class__ in CROSS_ATTENTION_PROCESSORS`, by tables from a class to what it needs of
+    one, and so do others: they find what they find of a stock model. Not while torch.compile traces: it looks for a class in the order
+    of its parents by `==`.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        if cls is other or not isinstance(other, type) or TracingContext.try_get() is not None:
+            return cls is other
+        return _made_of(cls) is _made_of(other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(_made_of(cls))
+
+
+def _made_of(cls: type) -> type:
+    """The class behind what was put in front of it; of a class that others made of a patched one, that class."""
+    while "_turnout_patch" in vars(cls) or "_turnout_front" in vars(cls):
+        cls = cls.__bases__[1]
+    return cls
+
+
+def _metaclass(base: type) -> type:
+    """Of the classes put in front of this one: modules are found by `isinstance`, and compilers know their classes."""
+    if issubclass(base, nn.Module):
+        return type(base)
+    return _Alike if type(base) is type else type(_Alike.__name__, (_Alike, type(base)), {})
 
 
 def methods_of(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:

@@ -102,10 +102,22 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 # In numpy's spelling. Half types are the integers that `common_cpu_kernels` tells apart.
 _TYPES = {
-    torch.float32: "f4", torch.float64: "f8", torch.bfloat16: "u2", torch.float16: "i2", torch.complex64: "c8",
-    torch.complex128: "c16", torch.int8: "i1", torch.int16: "i2", torch.int32: "i4", torch.int64: "i8",
-    torch.uint8: "u1", torch.uint16: "u2", torch.uint32: "u4", torch.uint64: "u8", torch.bool: "b1",
-}  # fmt: skip
+    torch.float32: "f4",
+    torch.float64: "f8",
+    torch.bfloat16: "u2",
+    torch.float16: "i2",
+    torch.complex64: "c8",
+    torch.complex128: "c16",
+    torch.int8: "i1",
+    torch.int16: "i2",
+    torch.int32: "i4",
+    torch.int64: "i8",
+    torch.uint8: "u1",
+    torch.uint16: "u2",
+    torch.uint32: "u4",
+    torch.uint64: "u8",
+    torch.bool: "b1",
+}
 _ORDER = "<" if sys.byteorder == "little" else ">"
 
 
@@ -118,9 +130,12 @@ class _Memory:
         """strides: in bytes; None where there are no gaps."""
         self.tensor = tensor
         self.__array_interface__ = {
-            "version": 3, "typestr": _ORDER + _TYPES[tensor.dtype], "data": (tensor.data_ptr(), False),
-            "shape": shape, "strides": strides,
-        }  # fmt: skip
+            "version": 3,
+            "typestr": _ORDER + _TYPES[tensor.dtype],
+            "data": (tensor.data_ptr(), False),
+            "shape": shape,
+            "strides": strides,
+        }
 
 
 def array(x: Tensor) -> Any:

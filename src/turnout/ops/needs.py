@@ -20,7 +20,8 @@ def needs_triton(device: Device) -> Iterator[str]:
     elif device.backend is None and device.has("triton"):
         yield f"device {device.name}, this route needs one that Triton has a driver for"
     elif device.backend == "cuda" and device.capability is not None and device.capability < (8, 0):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        major, minor = device.capability
+        yield f"compute capability {major}.{minor}, this route needs 8.0 or newer"
     if not device.has("triton"):
         yield "Triton is not installed, this route needs triton>=3.6"
 

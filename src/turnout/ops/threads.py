@@ -71,11 +71,7 @@ def in_shares(work: Callable[[int, int], object], parts: int) -> None:
 
 
 def _share(
-    work: Callable[[int, int], object],
-    first: int,
-    last: int,
-    ended: list[int],
-    failures: list[BaseException],
+    work: Callable[[int, int], object], first: int, last: int, ended: list[int], failures: list[BaseException]
 ) -> Iterator[None]:
     """Run `work(first, last)` when it is resumed, and record how that ended."""
     try:
@@ -192,9 +188,7 @@ def _run_on_helpers(calls: Iterator[None], threads: int, failures: list[BaseExce
 
 
 def _finish_after(
-    begin: Callable[[], object],
-    finish: Callable[[], object],
-    failures: list[BaseException],
+    begin: Callable[[], object], finish: Callable[[], object], failures: list[BaseException]
 ) -> None:
     """Call `begin`, then `finish` until it has returned. It may be interrupted anywhere and called again."""
     try:

@@ -35,8 +35,8 @@ class Attention(NamedTuple):
     causal: bool
     mask: Literal["keys", "bool", "float"] | None  # "keys": the same for all heads and queries
     padding: Literal["host", "device"] | None  # who knows the lengths of the keys
-    share: int  # of the keys that count, in percent, where the host knows it
-    common: int  # of the keys that count for every batch element in one run, in percent likewise
+    share: int  # of valid keys in percent, where the host knows it
+    common: int  # of keys that are valid for every batch element, in one run, in percent
 
     @staticmethod
     def of(
@@ -61,8 +61,21 @@ class Attention(NamedTuple):
         strides = (q.stride(), k.stride(), v.stride())
         (batch, heads, rows, dim), kv_heads, dim_v = q.shape, k.shape[1], v.shape[3]
         return Attention(
-            batch, heads, kv_heads, rows, k.shape[2], dim, dim_v, q.dtype, strides, causal, kind, known, share, common,
-        )  # fmt: skip
+            batch,
+            heads,
+            kv_heads,
+            rows,
+            k.shape[2],
+            dim,
+            dim_v,
+            q.dtype,
+            strides,
+            causal,
+            kind,
+            known,
+            share,
+            common,
+        )
 
     @property
     def heads_inside(self) -> bool:
@@ -76,11 +89,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
             raise ValueError(f"{name} is {list(x.shape)}, it needs to be [batch, heads, length, dim]")
         if not x.is_floating_point() or x.dtype != q.dtype:
             raise ValueError(
-                f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, both need the same floating-point dtype"
+                f"{name} is {plain(x.dtype)} and q is {plain(q.dtype)}, "
+                "both need the same floating-point dtype"
             )
     if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: batch, head dim and number of keys need to agree"
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}: "
+            "batch, head dim and number of keys need to agree"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads and k has {k.shape[1]}, q's need to be a multiple of k's")
@@ -102,7 +117,7 @@ def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def like_queries(out: Tensor, q: Tensor) -> Tensor:
-    """The same values without gaps, [B, S, H, D] in memory where q is, else [B, H, S, D].
+    """Copy values if they have gaps, to [B, S, H, D] in memory where q is, else to [B, H, S, D].
 
     No copy where it is so already.
     """
@@ -110,7 +125,7 @@ def like_queries(out: Tensor, q: Tensor) -> Tensor:
 
 
 def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int, int]:
-    """Those of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
+    """Strides of an output [B, H, S, D] without gaps, [B, S, H, D] in memory where q is."""
     heads, rows, dim = shape[1] or 1, shape[2] or 1, shape[3] or 1
     if heads_inside(q.shape, q.stride()):
         return heads * rows * dim, dim, heads * dim, 1
@@ -121,7 +136,7 @@ def strides_like_queries(shape: Sequence[int], q: Tensor) -> tuple[int, int, int
 # keys, which do not count, help.
 _VECTOR = 16
 
-_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes them all down
+_CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**31}  # of scores, where torch writes all of them to memory
 
 
 def reference(
@@ -206,9 +221,9 @@ def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
     scores = (scores if mask.dtype is torch.bool else scores + mask).masked_fill(hidden, float("-inf"))
     lost = (scores == float("-inf")).all(-1, keepdim=True)
     weights = torch.softmax(scores, -1).masked_fill(lost, 0.0)
-    found = weights.unflatten(1, shared) @ v.unsqueeze(2)
+    output = weights.unflatten(1, shared) @ v.unsqueeze(2)
     # Not recorded as a view, as inside `matmul`: nobody else has `found`.
-    return torch.ops.aten._unsafe_view(found, (*q.shape[:3], v.shape[3]))
+    return torch.ops.aten._unsafe_view(output, (*q.shape[:3], v.shape[3]))
 
 
 def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
@@ -226,8 +241,8 @@ def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
     batch, heads, rows, _ = q.shape
     if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
         return rows
-    each = batch * heads * k.shape[2] * q.element_size()
-    return max(1, min(rows, _CHUNK_BYTES[q.device.type] // max(1, each)))
+    row_bytes = batch * heads * k.shape[2] * q.element_size()
+    return max(1, min(rows, _CHUNK_BYTES[q.device.type] // max(1, row_bytes)))
 
 
 def work(problem: Attention) -> Work:
@@ -245,15 +260,22 @@ def family(problem: Attention) -> tuple[tuple, int]:
     """Problems that differ in their length only, and a little in how much of it counts; and that length."""
     square = problem.rows == problem.keys
     packed = all(strides[3] == 1 for strides in problem.strides)
-    same = problem._replace(rows=0, keys=0 if square else problem.keys, strides=(), share=0, common=0)
+    without_sizes = problem._replace(
+        rows=0, keys=0 if square else problem.keys, strides=(), share=0, common=0
+    )
     uneven = (problem.share - problem.common) // 20
-    return (square, packed, problem.heads_inside, uneven, *same), problem.rows
+    return (square, packed, problem.heads_inside, uneven, *without_sizes), problem.rows
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> tuple:  # fmt: skip
+) -> tuple:
     """The reference's arguments of a public call: lengths as the host knows them, where it can."""
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
@@ -269,16 +291,29 @@ def arguments(
 
 
 ATTENTION = Op(
-    "attention", reference, problem_type=Attention, cost=costs.reference, work=work, cases="turnout.ops.attention.cases",
-    arguments=arguments, family=family, autocast="cast",
-)  # fmt: skip
+    "attention",
+    reference,
+    problem_type=Attention,
+    cost=costs.reference,
+    work=work,
+    cases="turnout.ops.attention.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+)
 
 
 @public(ATTENTION)
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention: `softmax(q k^T * scale) v`, as `torch.nn.functional.scaled_dot_product_attention` has it.
 
     q: `[B, H, S, D]`, k: `[B, G, N, D]`, v: `[B, G, N, E]`, any strides, H a multiple of G (grouped heads are

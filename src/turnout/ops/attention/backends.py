@@ -23,7 +23,7 @@ aten = torch.ops.aten
 def refuses(
     problem: Attention, device: Device, *, widest: int, dtypes: tuple[torch.dtype, ...] = HALF
 ) -> Iterator[str]:
-    """What every fused kernel of torch needs."""
+    """Reasons why none of torch's fused kernels can take a problem."""
     if device.type != "cuda":
         yield f"device {device.name}, this route needs a GPU"
     yield from needs.needs_dtype(problem.dtype, *dtypes)
@@ -43,7 +43,10 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
     if device.backend == "hip":
         yield f"device {device.name}, this route needs an NVIDIA GPU"
     if device.capability is not None and device.capability[0] not in (8, 9, 10):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.x, 9.x or 10.x"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, "
+            "this route needs 8.x, 9.x or 10.x"
+        )
     if problem.keys == 1:
         yield "one key, this route needs more"
 
@@ -51,7 +54,9 @@ def refuses_cudnn(problem: Attention, device: Device) -> Iterator[str]:
 def refuses_flash(problem: Attention, device: Device) -> Iterator[str]:
     yield from refuses(problem, device, widest=256)
     if device.capability is not None and device.capability < (8, 0):
-        yield f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        yield (
+            f"compute capability {device.capability[0]}.{device.capability[1]}, this route needs 8.0 or newer"
+        )
     if problem.dim != problem.dim_v:
         yield f"head dims {problem.dim} and {problem.dim_v}, this route needs equal ones"
     yield from needs_square_causal(problem)
@@ -123,9 +128,9 @@ def by_flash_attention_4(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: f
 
 
 @returns_own
-def _output(found: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
+def _output(result: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
     """The output alone: some versions return sums with it."""
-    return like_queries((found if isinstance(found, Tensor) else found[0]).transpose(1, 2), q)
+    return like_queries((result if isinstance(result, Tensor) else result[0]).transpose(1, 2), q)
 
 
 def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

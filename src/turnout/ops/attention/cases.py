@@ -21,10 +21,21 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def case(
-    name: str, source: str, batch: int, heads: int, rows: int, dim: int, dtype: torch.dtype = BF16, *,
-    keys: int | None = None, kv_heads: int | None = None, inside: bool = False, causal: bool = False, lengths: list | None = None,
+    name: str,
+    source: str,
+    batch: int,
+    heads: int,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype = BF16,
+    *,
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    inside: bool = False,
+    causal: bool = False,
+    lengths: list | None = None,
     masked: list | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """`inside`: [B, S, H, D] in memory. `masked`: the lengths as a boolean mask."""
 
     def make(device: torch.device, seed: int) -> tuple:

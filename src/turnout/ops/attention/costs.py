@@ -148,7 +148,7 @@ def narrow(problem: Attention, device: Device) -> float | None:
 
 
 def common(problem: Attention, device: Device) -> float | None:
-    """The better of the two ways to go on from a vendor's kernel."""
+    """The lower cost of `common_keys` with one call for all batch elements and with one for each."""
     together = common_together(problem, device)
     apart = common_apart(problem, device)
     return together if together is None or apart is None else min(together, apart)

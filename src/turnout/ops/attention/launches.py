@@ -27,9 +27,20 @@ def empty_like_queries(q: Tensor, dim_v: int) -> Tensor:
 
 
 def plan_flash(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, causal: bool, scale: float, lengths: Tensor | None,
-    rows: int, keys: int, warps: int, stages: int, *, so_far: tuple[Tensor, Tensor] | None = None,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    lengths: Tensor | None,
+    rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+    *,
+    so_far: tuple[Tensor, Tensor] | None = None,
+) -> LaunchPlan:
     """Plain Triton, any head dim that fits: `rows` queries and `keys` keys at a time. lengths: [B, 2];
     key_mask: [B, keys], bool.
     `so_far`: an output over other keys and the logarithms of its sums, [B, H, S]; these keys are added, in
@@ -40,13 +51,29 @@ def plan_flash(
     out, sums = (empty_like_queries(q, dim_v), None) if so_far is None else so_far
     mask = None if key_mask is None else key_mask.view(torch.uint8)
     numbers = (
-        heads, heads // k.shape[1], length, k.shape[2], dim, dim_v, scale * LOG2E,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], *((0, 0) if mask is None else mask.stride()),
-    )  # fmt: skip
+        heads,
+        heads // k.shape[1],
+        length,
+        k.shape[2],
+        dim,
+        dim_v,
+        scale * LOG2E,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride()[:3],
+        *((0, 0) if mask is None else mask.stride()),
+    )
     constants = {
-        "BM": rows, "BN": keys, "BD": max(16, power_of_two(dim)), "BV": max(16, power_of_two(dim_v)),
-        "CAUSAL": causal, "LENGTHS": lengths is not None, "MASK": mask is not None, "GO_ON": sums is not None,
-    }  # fmt: skip
+        "BM": rows,
+        "BN": keys,
+        "BD": max(16, power_of_two(dim)),
+        "BV": max(16, power_of_two(dim_v)),
+        "CAUSAL": causal,
+        "LENGTHS": lengths is not None,
+        "MASK": mask is not None,
+        "GO_ON": sums is not None,
+    }
     programs = batch * heads * ceil_div(length, rows)
     tensors = (q, k, v, lengths, mask, sums, out)
     return LaunchPlan(
@@ -58,7 +85,7 @@ run_flash = runs_plan(plan_flash)
 
 
 class _Beside(threading.local):
-    """Of each thread its own: a stream must not be drawn into what another thread captures."""
+    """Streams of this thread alone: another thread's capture must not draw them in."""
 
     def __init__(self) -> None:
         self.streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -124,9 +151,17 @@ def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     strides = out.stride()[:3] if splits == 1 else into.stride()[:3]
     numbers = (heads, heads // k.shape[1], rows, keys, dim, blocks, scale * LOG2E, *strides)
     constants = {
-        "BM": QUERIES, "BN": KEYS, "CHUNKS": ceil_div(dim, CHUNK), "DC": CHUNK, "W0": HALF, "W1": rest, "BK": PART, "SLOTS": SLOTS,
-        "CAUSAL": causal, "SPLITS": splits,
-    }  # fmt: skip
+        "BM": QUERIES,
+        "BN": KEYS,
+        "CHUNKS": ceil_div(dim, CHUNK),
+        "DC": CHUNK,
+        "W0": HALF,
+        "W1": rest,
+        "BK": PART,
+        "SLOTS": SLOTS,
+        "CAUSAL": causal,
+        "SPLITS": splits,
+    }
     launch = Launch(
         wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, WARPS
     )

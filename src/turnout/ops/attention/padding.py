@@ -27,14 +27,15 @@ def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[i
     numbers.
     """
     if isinstance(kv_lengths, Tensor):
-        given = tuple(kv_lengths.shape)
-        if given not in ((batch,), (batch, 2)):
+        shape = tuple(kv_lengths.shape)
+        if shape not in ((batch,), (batch, 2)):
             raise ValueError(
-                f"kv_lengths is {list(given)}, it needs to be [batch] or [batch, 2] with batch {batch}"
+                f"kv_lengths is {list(shape)}, it needs to be [batch] or [batch, 2] with batch {batch}"
             )
         if kv_lengths.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, they need to be int32 or int64"
+                f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, "
+                "they need to be int32 or int64"
             )
         known = _values(kv_lengths, Tensor.tolist)
         if known is None:
@@ -73,7 +74,7 @@ def of_mask(mask: Tensor, batch: int, keys: int) -> list[int] | None:
     """
     if key_mask(mask, batch, keys) is None:
         return None
-    return _values(mask, lambda given: _runs(key_mask(given, batch, keys)))
+    return _values(mask, lambda values: _runs(key_mask(values, batch, keys)))
 
 
 def key_mask(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
@@ -106,9 +107,8 @@ def counted(
     if not lengths:
         return None
     counts = torch.zeros(batch, keys, dtype=torch.bool, device=device)
-    for first, size, head, tail in alike(
-        lengths
-    ):  # filled, not copied: a copy from the host waits for the device
+    # Filled, not copied: a copy from the host waits for the device.
+    for first, size, head, tail in alike(lengths):
         counts[first : first + size, :head] = True
         counts[first : first + size, keys - tail :] = True
     return counts
@@ -117,15 +117,15 @@ def counted(
 def blanked(k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """k and v with nothing in them that does not count, NaN included. Such a key becomes the first that
     counts, not zero: its score is masked all the same, and is NaN or infinite only where another is too."""
-    kept = counts[:, None, :, None]
+    is_valid = counts[:, None, :, None]
     first = counts.int().argmax(1)[:, None, None, None].expand(k.shape[0], k.shape[1], 1, k.shape[3])
-    return torch.where(kept, k, k.gather(2, first)), torch.where(kept, v, 0.0)
+    return torch.where(is_valid, k, k.gather(2, first)), torch.where(is_valid, v, 0.0)
 
 
 def lengthened(
     k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The same call with more keys, which do not count."""
+    """The same call with more keys, which are masked."""
     more = keys - k.shape[2]
     if counts is None:
         counts = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -182,8 +182,8 @@ def _values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def _alive(kept: Iterable[tuple[Any, int, Any]], but: Tensor) -> list[tuple[Any, int, Any]]:
-    return [entry for entry in kept if entry[0]() is not None and entry[0]() is not but]
+def _alive(entries: Iterable[tuple[Any, int, Any]], but: Tensor) -> list[tuple[Any, int, Any]]:
+    return [entry for entry in entries if entry[0]() is not None and entry[0]() is not but]
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -192,14 +192,14 @@ def alike(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
     >>> alike([7, 0, 7, 0, 3, 0])
     [(0, 2, 7, 0), (2, 1, 3, 0)]
     """
-    found: list[tuple[int, int, int, int]] = []
+    groups: list[tuple[int, int, int, int]] = []
     for i, (head, tail) in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
-        if found and found[-1][2:] == (head, tail):
-            first, count, *_ = found.pop()
-            found.append((first, count + 1, head, tail))
+        if groups and groups[-1][2:] == (head, tail):
+            first, count, *_ = groups.pop()
+            groups.append((first, count + 1, head, tail))
         else:
-            found.append((i, 1, head, tail))
-    return found
+            groups.append((i, 1, head, tail))
+    return groups
 
 
 class Common(NamedTuple):

@@ -1,5 +1,5 @@
-"""The routes of attention: torch's kernels by name, vendor kernels on the keys that count, our own where
-nobody has one.
+"""The routes of attention: torch's kernels by name, vendor kernels on the valid keys, and our own kernels
+where no other takes the call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from turnout.routing.op import Config
 LONGEST = 2**30 - 2**16  # positions are counted in 32 bits; offsets have 64
 WIDE = range(257, 513)
 FLASH = ("turnout.ops.attention.kernels:flash_kernel",)
-MOST_APART = 2**25  # bytes of an output on its way
+MOST_APART = 2**25  # bytes of an output that is not yet copied to its place
 
 # torch's backends
 
@@ -90,9 +90,9 @@ def efficient(
 
 
 def flash_attention(package: str) -> dict[str, Any]:
-    """What FlashAttention 3 and 4 are declared with.
+    """The keywords that declare FlashAttention 3 and 4.
 
-    They have no cost: only a measurement or a pin takes them.
+    They have no cost: only a measurement or a pin selects them.
     """
     refuses = functools.partial(backends.refuses_flash_attention, package=package)
     return {"refuses": refuses, "cost": lambda problem, device: None, "numerics": "close", "version": 1}
@@ -127,9 +127,8 @@ def flash_attention_4(
 
 
 def refuses_math(problem: Attention, device: Device) -> Iterator[str]:
-    yield from needs.needs_dtype(
-        problem.dtype, *costs.HALF
-    )  # computed in float32; in float32 itself its error would show
+    # Half types are computed in float32; in float32 itself the error would exceed `close`.
+    yield from needs.needs_dtype(problem.dtype, *costs.HALF)
     if problem.padding is not None or problem.mask == "float":
         yield "keys that do not count for all, this route needs all keys or a boolean mask"
     scores = problem.batch * problem.heads * problem.rows * problem.keys
@@ -148,7 +147,7 @@ def math(
     kv_lengths: Tensor | None,
     lengths: list[int],
 ) -> Tensor:
-    """All scores written down. For short sequences, and only where measured."""
+    """Attention that writes all scores to memory: for short sequences, and only where it was measured."""
     return backends.by_math(q, k, v, mask, causal, scale)
 
 
@@ -177,8 +176,9 @@ def narrow(
     kv_lengths: Tensor | None,
     lengths: list[int],
 ) -> Tensor:
-    """torch's own attention for one batch element after the other, on those of its keys that count; all at
-    once where they are the same.
+    """Run torch's own attention for one batch element after the other, on its valid keys.
+
+    Neighbours with the same lengths share a call.
     """
     out = empty_like_queries(q, v.shape[3])
     grouped = bool(q.shape[1] != k.shape[1])
@@ -202,14 +202,17 @@ def refuses_common(problem: Attention, device: Device) -> Iterator[str]:
     elif problem.causal or problem.mask is not None:
         yield "a causal call or a mask, this route needs queries that see all keys"
     elif problem.keys % STEP == 0 or problem.keys < STEP:
-        yield f"{problem.keys} keys that count for all, this route needs more than {STEP} and not a multiple of it, or lengths"
+        yield (
+            f"{problem.keys} keys that count for all, "
+            f"this route needs more than {STEP} and not a multiple of it, or lengths"
+        )
     yield from backends.refuses_flash(problem._replace(padding=None), device)
     if problem.common == 0:
         yield "no run of keys that counts for all, this route needs 1 % of them at least"
 
 
 def common_configs(problem: Attention, device: Device) -> list[Config]:
-    """Few keys are left for our kernel, so its programs are short: small ones, several to a multiprocessor."""
+    """Blocks for the few keys that are left to our kernel: small, so that several fit a multiprocessor."""
     cudnn = costs.prefers_cudnn(device) and not any(
         backends.refuses_cudnn(problem._replace(padding=None), device)
     )
@@ -226,10 +229,10 @@ def common_configs(problem: Attention, device: Device) -> list[Config]:
         "stages": stages,
     }
     apart, together = costs.common_apart(problem, device), costs.common_together(problem, device)
-    ways = [False] if problem.common == problem.share else [True, False]
+    choices = [False] if problem.common == problem.share else [True, False]
     if apart is not None and together is not None and together < apart:
-        ways.reverse()
-    return [{"apart": way, **fixed} for way in ways]
+        choices.reverse()
+    return [{"apart": choice, **fixed} for choice in choices]
 
 
 @ATTENTION.route(
@@ -242,12 +245,28 @@ def common_configs(problem: Attention, device: Device) -> list[Config]:
     kernels=FLASH,
 )
 def common_keys(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, cudnn: bool = False, step: int = 1, apart: bool = False, rows: int = 64, keys: int = 64, warps: int = 4, stages: int = 2,
-) -> Tensor:  # fmt: skip
-    """A vendor kernel on a multiple of `step` keys that count for all batch elements, in one call; ours goes
-    on from there with the others.
-    `apart`: a call for each batch element instead, on more of its keys, in turns on two streams."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    cudnn: bool = False,
+    step: int = 1,
+    apart: bool = False,
+    rows: int = 64,
+    keys: int = 64,
+    warps: int = 4,
+    stages: int = 2,
+) -> Tensor:
+    """Run a vendor kernel on keys that are valid for all batch elements; ours adds the other keys.
+
+    The vendor kernel gets a multiple of `step` keys, in one call. With `apart` each batch element has a call
+    of its own, on more of its keys, in turns on two streams.
+    """
     lengths = lengths or [k.shape[2], 0] * k.shape[0]
 
     def together(some: slice, some_rows: slice, lengths: Sequence[int]) -> Tensor:
@@ -301,7 +320,7 @@ def common_keys(
 
 
 def at_a_time(shape: Sequence[int], count: int, row_bytes: int) -> list[slice]:
-    """Queries in shares whose output takes at most `MOST_APART` bytes, until it has been copied to its place.
+    """Split queries into parts, each with an output of at most `MOST_APART` bytes.
 
     >>> at_a_time((2, 24, 4608, 128), 1, 256)
     [slice(0, 4608, None)]
@@ -310,15 +329,15 @@ def at_a_time(shape: Sequence[int], count: int, row_bytes: int) -> list[slice]:
     """
     _, heads, rows, _ = shape
     shares = max(1, ceil_div(count * heads * rows * row_bytes, MOST_APART))
-    each = STEP * ceil_div(rows, STEP * shares)
-    return [slice(i, min(i + each, rows)) for i in range(0, rows, each)]
+    size = STEP * ceil_div(rows, STEP * shares)
+    return [slice(i, min(i + size, rows)) for i in range(0, rows, size)]
 
 
 # Our own kernels
 
 
 def refuses_triton(problem: Attention, device: Device) -> Iterator[str]:
-    """What the Triton kernel needs at any head dim."""
+    """Reasons why the Triton kernel cannot take a problem, at any head dim."""
     yield from needs.needs_triton(device)
     yield from needs.needs_dtype(problem.dtype, *costs.HALF)
     if problem.mask not in (None, "keys"):
@@ -352,7 +371,7 @@ def tile_bytes(problem: Attention, rows: int, keys: int, stages: int = 1) -> int
 
 
 def flash_configs(problem: Attention, device: Device) -> list[Config]:
-    """The largest blocks that fit the card's shared memory: on an H200 the fastest of those that were tried."""
+    """The largest blocks that fit the card's shared memory: the fastest of those tried on an H200."""
     shapes = [(128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
     if power_of_two(max(problem.dim, problem.dim_v)) > 128:
         shapes = [(128, 64, 8, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
@@ -374,35 +393,79 @@ def wide_configs(problem: Attention, device: Device) -> list[Config]:
 
 
 @ATTENTION.route(
-    "wide-head", refuses=refuses_wide, cost=costs.wide, configs=wide_configs, prepare=prepare_from_plan, numerics="close", version=1,
+    "wide-head",
+    refuses=refuses_wide,
+    cost=costs.wide,
+    configs=wide_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
     kernels=FLASH,
-)  # fmt: skip
+)
 @runs_plan
 def wide_head(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 8, stages: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 8,
+    stages: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 in plain Triton, on any card."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 @ATTENTION.route(
-    "flash-triton", refuses=refuses_flash_triton, cost=costs.flash_triton, configs=flash_configs, prepare=prepare_from_plan,
-    numerics="close", version=1, kernels=FLASH,
-)  # fmt: skip
+    "flash-triton",
+    refuses=refuses_flash_triton,
+    cost=costs.flash_triton,
+    configs=flash_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=FLASH,
+)
 @runs_plan
 def flash_triton(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, rows: int = 64, keys: int = 32, warps: int = 4, stages: int = 2,
-) -> LaunchPlan:  # fmt: skip
-    """Heads up to 256 in plain Triton; padded keys and masks over keys are left out inside the kernel."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    rows: int = 64,
+    keys: int = 32,
+    warps: int = 4,
+    stages: int = 2,
+) -> LaunchPlan:
+    """Heads up to 256 in plain Triton; the kernel itself skips padded and masked keys."""
     return with_padding(q, k, v, mask, causal, scale, kv_lengths, lengths, rows, keys, warps, stages)
 
 
 def with_padding(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    rows: int, keys: int, warps: int, stages: int,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    rows: int,
+    keys: int,
+    warps: int,
+    stages: int,
+) -> LaunchPlan:
     if lengths:
         kv_lengths = padding.on_device(tuple(lengths), q.device)
     over_keys = padding.key_mask(mask, q.shape[0], k.shape[2])
@@ -415,7 +478,10 @@ def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
     if problem.mask is not None or problem.padding is not None:
         yield "some keys do not count, this route needs all of them to"
     if problem.dim not in WIDE or problem.dim % 8 or problem.dim != problem.dim_v:
-        yield f"head dims {problem.dim} and {problem.dim_v}, this route needs both the same, 257 to 512 and a multiple of 8"
+        yield (
+            f"head dims {problem.dim} and {problem.dim_v}, "
+            "this route needs both the same, 257 to 512 and a multiple of 8"
+        )
     if 0 in (problem.batch, problem.heads, problem.rows, problem.keys):
         yield "nothing to attend to, this route needs at least one query and one key"
     if max(problem.rows, problem.keys) > LONGEST:
@@ -427,13 +493,14 @@ def refuses_wide_hopper(problem: Attention, device: Device) -> Iterator[str]:
     for name, size, strides in zip("qkv", sizes, problem.strides, strict=True):
         steps = [stride for n, stride in zip(size, strides, strict=False) if n > 1]
         if strides[3] != 1 or any(step % 8 or step == 0 for step in steps):
-            yield f"{name} with strides {list(strides)}, this route needs a last one of 1 and others that are multiples of 8"
+            yield (
+                f"{name} with strides {list(strides)}, "
+                "this route needs a last one of 1 and others that are multiples of 8"
+            )
 
 
 def splits_of(problem: Attention, device: Device) -> int:
-    """In how many parts the keys are taken so that the card is full: few queries alone would leave most of it
-    idle.
-    """
+    """The number of parts the keys are split into, so that few queries do not leave most of the card idle."""
     programs = problem.batch * problem.heads * ceil_div(problem.rows, QUERIES)
     blocks = ceil_div(problem.keys, KEYS)
     if programs >= device.units or problem.causal:
@@ -460,8 +527,16 @@ def wide_hopper_configs(problem: Attention, device: Device) -> list[Config]:
 )
 @runs_plan
 def wide_head_hopper(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, kv_lengths: Tensor | None, lengths: list[int],
-    *, splits: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+    *,
+    splits: int = 1,
+) -> LaunchPlan:
     """Heads of 257 to 512 on Hopper, in Gluon."""
     return plan_wide_hopper(q, k, v, causal, scale, splits)

@@ -35,15 +35,32 @@ class CausalConv1d(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1d:  # fmt: skip
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1d:
         check(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
         batch, dim, length = x.shape
         return CausalConv1d(
-            batch, dim, length, weight.shape[1], x.stride(), x.dtype, weight.dtype, None if bias is None else bias.dtype, activation,
-            seq_idx is not None, 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1, initial_states is not None, return_final_states,
-        )  # fmt: skip
+            batch,
+            dim,
+            length,
+            weight.shape[1],
+            x.stride(),
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            activation,
+            seq_idx is not None,
+            0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+            initial_states is not None,
+            return_final_states,
+        )
 
     @property
     def layout(self) -> Literal["channel-last", "channel-first", "strided"]:
@@ -62,7 +79,7 @@ def channel_last(x: Tensor) -> bool:
 
 
 def fresh(t: Tensor) -> Tensor:
-    """The same values, contiguous, with exactly the strides of a fresh tensor."""
+    """Copy a tensor unless it is contiguous with exactly the strides of a fresh one."""
     return t.clone(memory_format=torch.contiguous_format)
 
 
@@ -103,7 +120,7 @@ class Seen(NamedTuple):
         return Seen(torch.cat([before, x.to(wide)], 2), marks, cu_seqlens, states, reach, length)
 
     def own(self, k: int) -> Tensor | None:
-        """Where tap k falls on the output's own sequence, [batch, 1, length]; None for everywhere."""
+        """Whether tap k falls on the output's own sequence, [batch, 1, length]; None if it always does."""
         return (
             None
             if self.marks is None
@@ -111,9 +128,9 @@ class Seen(NamedTuple):
         )
 
     def tap(self, k: int) -> Tensor:
-        """What tap k sees, [batch, dim, length].
+        """The values that tap k multiplies, [batch, dim, length].
 
-        What does not count is selected away, never multiplied by zero: NaN stays at home.
+        Values of other sequences are replaced, not multiplied by zero, so that their NaN does not spread.
         """
         tap, own = self.line[..., k : k + self.length], self.own(k)
         if own is None:
@@ -167,7 +184,7 @@ class Seen(NamedTuple):
         return torch.where((since >= 0)[:, None], inside, self.states.gather(2, place))
 
     def last(self, marks: Tensor) -> Tensor:
-        """Which of the last positions belong to the last one's sequence, [batch, 1, reach]."""
+        """Whether each of the last positions belongs to the sequence of the very last, [batch, 1, reach]."""
         return (marks[:, self.length :] == marks[:, -1:])[:, None]
 
 
@@ -190,9 +207,15 @@ def _marks(
 
 
 def reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
     """One shifted product a tap, added in float32 (float64 for float64), rounded once.
 
     Final states are empty where not asked for.
@@ -251,8 +274,8 @@ def work(problem: CausalConv1d) -> Work:
 def family(problem: CausalConv1d) -> tuple[tuple, int]:
     """Problems that differ in their length only, and that length."""
     strides = problem.strides if problem.layout == "strided" else ()
-    same = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
-    return (problem.layout, *same), problem.length
+    without_sizes = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
+    return (problem.layout, *without_sizes), problem.length
 
 
 def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
@@ -262,15 +285,21 @@ def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
         moved = device.seconds(problem.elements * (20 * problem.width + 24))
         return None if moved is None else max(fitted.host * (2 * problem.width + 10), moved / fitted.share)
     if device.type == "cpu":
-        each = fitted.element_tap * problem.width + fitted.element
-        return fitted.start + fitted.start_tap * problem.width + problem.elements * each
+        per_element = fitted.element_tap * problem.width + fitted.element
+        return fitted.start + fitted.start_tap * problem.width + problem.elements * per_element
     return None
 
 
 def arguments(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     if cu_seqlens is not None:
         check_ends(cu_seqlens, x)
@@ -278,28 +307,55 @@ def arguments(
 
 
 CAUSAL_CONV1D = Op(
-    "causal_conv1d", reference, problem_type=CausalConv1d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv1d.cases",
-    arguments=arguments, family=family, autocast="ignore", vjp=vjp,
-)  # fmt: skip
+    "causal_conv1d",
+    reference,
+    problem_type=CausalConv1d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="ignore",
+    vjp=vjp,
+)
 
 
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = ..., *, activation: str | None = ...,
-    seq_idx: Tensor | None = ..., cu_seqlens: Tensor | None = ..., initial_states: Tensor | None = ...,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    activation: str | None = ...,
+    seq_idx: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    initial_states: Tensor | None = ...,
     return_final_states: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV1D)
 def causal_conv1d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None, seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None, initial_states: Tensor | None = None, return_final_states: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Depthwise causal convolution: `y[b, d, l] = act(bias[d] + sum_k weight[d, k] * x[b, d, l - (W-1) +
     k])`.
 

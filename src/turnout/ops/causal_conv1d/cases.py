@@ -25,7 +25,7 @@ FIRST, LAST, SPLIT = "channel-first", "channel-last", "split"
 def make_x(
     shape: Shape, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Tensor:
-    """x in a layout; `split` is what Mamba-2 passes: channels cut out of a wider projection, then permuted."""
+    """x in a layout. `split` is that of Mamba-2: channels cut out of a wider projection, then permuted."""
     batch, dim, length = shape
     if layout == FIRST:
         return normal((batch, dim, length), dtype, device, generator)
@@ -34,9 +34,17 @@ def make_x(
 
 
 def case(
-    name: str, source: str, shape: Shape, layout: str, dtype: torch.dtype = torch.bfloat16, *,
-    width: int = 4, activation: str | None = "silu", sequences: int = 0, states: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    source: str,
+    shape: Shape,
+    layout: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    width: int = 4,
+    activation: str | None = "silu",
+    sequences: int = 0,
+    states: bool = False,
+) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
         batch, dim, length = shape
@@ -72,7 +80,10 @@ CALLS = [
     *(case("training", "Mamba 130m to 370m", (32, 1536, 2048), layout) for layout in (FIRST, LAST)),
     *(case("long prompt", MAMBA2, (1, 8192, 65536), layout) for layout in (FIRST, LAST)),
     *(case("prompt", "Mamba 2.8b", (1, 5120, 8192), layout) for layout in (FIRST, LAST)),
-    *(case("few channels", "long sequences: genomes, audio", (1, 256, 262144), layout) for layout in (FIRST, LAST)),
+    *(
+        case("few channels", "long sequences: genomes, audio", (1, 256, 262144), layout)
+        for layout in (FIRST, LAST)
+    ),
     *(case("short rows", "many short sequences", (64, 2048, 64), layout) for layout in (FIRST, LAST)),
     case("projection", MAMBA2, (8, 4096, 4096), SPLIT),
     case("projection", DELTA, (1, 8192, 8192), SPLIT),
@@ -85,11 +96,11 @@ CALLS = [
         for dtype in (FP32, BF16)
         for layout in (FIRST, LAST)
     ),
-]  # fmt: skip
+]
 
 
 def eager(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *rest: Any) -> Tensor:
-    """What models fall back to: a padded grouped convolution. It knows no packing and no states."""
+    """A padded grouped convolution, which models fall back to. It takes no packing and no states."""
     y = F.conv1d(x, weight[:, None], bias, padding=weight.shape[1] - 1, groups=weight.shape[0])[
         ..., : x.shape[2]
     ]

@@ -1,4 +1,4 @@
-"""What a causal_conv1d call needs, said before anything runs: what was given, what is needed."""
+"""Check the arguments of causal_conv1d calls before anything runs; errors say what was passed and needed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ ACTIVATIONS = (None, "silu")
 
 
 def check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial_states: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 3:
         raise ValueError(f"x is {list(x.shape)}, it needs to be [batch, channels, length]")
@@ -34,7 +39,8 @@ def check(
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(
-                f"cu_seqlens is {list(cu_seqlens.shape)}, it needs to be [sequences + 1] with at least one sequence"
+                f"cu_seqlens is {list(cu_seqlens.shape)}, "
+                "it needs to be [sequences + 1] with at least one sequence"
             )
         if batch != 1:
             raise ValueError(f"x has batch {batch} and cu_seqlens is given, packed sequences need batch 1")
@@ -55,12 +61,13 @@ def check(
 
 
 def check_filter(x: Tensor, dim: int, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
-    """What a step of decoding needs as well."""
+    """Check the arguments of a step of decoding."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, it needs to be None or 'silu'")
     if weight.dim() != 2 or weight.shape[0] != dim or weight.shape[1] < 1:
         raise ValueError(
-            f"weight is {list(weight.shape)}, it needs to be [channels, width] with {dim} channels and a width of at least 1"
+            f"weight is {list(weight.shape)}, "
+            f"it needs to be [channels, width] with {dim} channels and a width of at least 1"
         )
     if bias is not None:
         _shape("bias", bias, (dim,), "[channels]")

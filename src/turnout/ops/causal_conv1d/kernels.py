@@ -6,9 +6,10 @@ Two forward kernels, one per layout, read every element of x from DRAM once, wit
          from the aligned vectors to its left (L1 hits), so no load is ever misaligned. With V = 1 it serves any strides.
 `cols`   channels are contiguous (channel-last, any row pitch). A thread owns a vector of channels and T rows below each other.
 
-States live at the ends of a sequence, so `edges` handles them in a launch of its own and the big kernels stay lean.
-Sequences inside a batch row are told apart by `seg`, int32 [B, L]: a tap counts only where seg equals the output's, and a
-negative seg is padding (output 0). Taps that do not count are selected away, never multiplied by zero: NaN stays at home.
+States live at the ends of a sequence, so `edges` handles them in a launch of its own and the big kernels stay
+lean. Sequences inside a batch row are told apart by `seg`, int32 [B, L]: a tap counts only where seg equals
+the output's, and a negative seg is padding (output 0). Taps that do not count are selected away, never
+multiplied by zero: NaN stays at home.
 """
 
 # Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the formula.
@@ -48,7 +49,8 @@ def rows(
     W: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
-    """One program: BR channels x BV vectors of V positions. V divides L, and every address the vectors start at."""
+    """One program: BR channels x BV vectors of V positions. V divides L, and every address the vectors start
+    at."""
     xl, yl = tl.cast(xl, tl.int64), tl.cast(yl, tl.int64)
     P: tl.constexpr = (W + V - 2) // V  # vectors to the left that hold the W-1 earlier positions
     tiles = tl.cdiv(L, BV * V)
@@ -107,7 +109,9 @@ def rows(
             acc = tl.where(ss[P * V + e] >= 0, acc, 0.0)
         out = out + (acc.to(y.dtype.element_ty),)
     oy = (r.to(tl.int64) * yd)[:, None] + (v[:, None] + j[None, :]).to(tl.int64) * yl
-    q = tl.multiple_of(y + b * yb + d0 * yd + l0 * yl + oy, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+    q = tl.multiple_of(
+        y + b * yb + d0 * yd + l0 * yl + oy, (1, V * y.dtype.element_ty.primitive_bitwidth // 8)
+    )
     tl.store(q, join_last(out, V), mask=inside[:, None])
 
 
@@ -117,7 +121,8 @@ def cols(
     W: tl.constexpr, V: tl.constexpr, G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
-    """One program: BD channels of G groups of rows; a group walks down STEPS times T rows and keeps the last W-1 at hand.
+    """One program: BD channels of G groups of rows; a group walks down STEPS times T rows and keeps the last
+    W-1 at hand.
 
     V divides D and every address a row starts at.
     """
@@ -214,10 +219,11 @@ def edges(
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
     PACKED: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Both ends of one sequence, BD channels: its first W-1 outputs again, now with `init`, and the state it leaves in `final`.
+    """Both ends of one sequence, BD channels: its first W-1 outputs again, now with `init`, and the state it
+    leaves in `final`.
 
-    PACKED: sequence n is x[0, :, cu[n]:cu[n+1]]. Otherwise it is x[n], and with SEG the states belong to the segments of its
-    first and last position.
+    PACKED: sequence n is x[0, :, cu[n]:cu[n+1]]. Otherwise it is x[n], and with SEG the states belong to the
+    segments of its first and last position.
     """
     xl, yl = tl.cast(xl, tl.int64), tl.cast(yl, tl.int64)
     blocks = tl.cdiv(D, BD)
@@ -266,7 +272,9 @@ def edges(
             p = size - (W - 1) + k
             t = tl.load(px + p.to(tl.int64) * xl, mask=dm & (p >= 0), other=0.0)
             if INIT:
-                t = tl.where(p < 0, tl.load(pi + (p + (W - 1)) * il, mask=dm & (p < 0), other=0.0).to(t.dtype), t)
+                t = tl.where(
+                    p < 0, tl.load(pi + (p + (W - 1)) * il, mask=dm & (p < 0), other=0.0).to(t.dtype), t
+                )
             if SEG:
                 there = tl.load(ps + tl.maximum(p, 0), mask=size > 0, other=-1)
                 here = tl.load(ps + size - 1, mask=size > 0, other=-1)

@@ -57,7 +57,7 @@ def vector_of(along: int, seg: Tensor | None, *tensors: Tensor) -> int:
 
 def segments(
     seq_idx: Tensor | None, cu_seqlens: Tensor | None, length: int
-) -> tuple[Tensor | None, tuple[Launch, ...]]:  # fmt: skip
+) -> tuple[Tensor | None, tuple[Launch, ...]]:
     """The sequence of each position, int32 [batch, length], or None where nothing is packed; and what fills
     it.
     """
@@ -101,25 +101,48 @@ def rows(
 
 
 def cols(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seg: Tensor | None, y: Tensor, silu: bool,
-    groups: int, rows: int, steps: int, channels: int, warps: int,
-) -> Launch:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seg: Tensor | None,
+    y: Tensor,
+    silu: bool,
+    groups: int,
+    rows: int,
+    steps: int,
+    channels: int,
+    warps: int,
+) -> Launch:
     from turnout.ops.causal_conv1d.kernels import cols as kernel
 
     batch, dim, length = x.shape
     programs = batch * ceil_div(dim, channels) * ceil_div(length, groups * rows * steps)
     numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), y.stride(0), y.stride(2))
     constants = {
-        "W": weight.shape[1], "V": vector_of(1, None, x, y), "G": groups, "T": rows, "STEPS": steps, "BD": channels,
-        "BIAS": bias is not None, "SILU": silu, "SEG": seg is not None,
-    }  # fmt: skip
+        "W": weight.shape[1],
+        "V": vector_of(1, None, x, y),
+        "G": groups,
+        "T": rows,
+        "STEPS": steps,
+        "BD": channels,
+        "BIAS": bias is not None,
+        "SILU": silu,
+        "SEG": seg is not None,
+    }
     return Launch(kernel, programs, (x, weight, bias, seg, y), numbers, constants, warps)
 
 
 def edges(
-    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None, initial: Tensor | None,
-    y: Tensor, final: Tensor | None, silu: bool,
-) -> Launch:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial: Tensor | None,
+    y: Tensor,
+    final: Tensor | None,
+    silu: bool,
+) -> Launch:
     """Both ends of every sequence, after the main kernel: outputs that see initial states, and the states
     that are left.
     """
@@ -129,9 +152,15 @@ def edges(
     sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
     numbers = (dim, length, *x.stride(), *weight.stride(), *y.stride(), *strides(initial), *strides(final))
     constants = {
-        "W": weight.shape[1], "BD": 128, "BIAS": bias is not None, "SILU": silu, "SEG": seq_idx is not None,
-        "PACKED": cu_seqlens is not None, "INIT": initial is not None, "FINAL": final is not None,
-    }  # fmt: skip
+        "W": weight.shape[1],
+        "BD": 128,
+        "BIAS": bias is not None,
+        "SILU": silu,
+        "SEG": seq_idx is not None,
+        "PACKED": cu_seqlens is not None,
+        "INIT": initial is not None,
+        "FINAL": final is not None,
+    }
     tensors = (x, weight, bias, seq_idx, cu_seqlens, initial, y, final)
     return Launch(kernel, sequences * ceil_div(dim, 128), tensors, numbers, constants, 4)
 

@@ -18,7 +18,7 @@ from turnout.ops.layouts import array, flat
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-WIDEST = 32  # taps are written out in the Triton kernels; more than these compile slowly and are not one short convolution any more
+WIDEST = 32  # taps: the Triton kernels write out each one, so more of them compile slowly
 LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offsets have 64
 
 
@@ -95,11 +95,11 @@ def cpu_cost(problem: CausalConv1d, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d.kernels")
-    each = fitted.element_tap * problem.width + (
+    per_element = fitted.element_tap * problem.width + (
         fitted.element_silu if problem.activation else fitted.element
     )
-    each += fitted.element_packed if problem.seq_idx else 0
-    return fitted.start + problem.elements * each / device.cores
+    per_element += fitted.element_packed if problem.seq_idx else 0
+    return fitted.start + problem.elements * per_element / device.cores
 
 
 def cpu_rows_cost(problem: CausalConv1d, device: Device) -> float | None:
@@ -129,9 +129,8 @@ def vector_if_aligned(problem: CausalConv1d, along: int) -> int:
 
 def rows_tiles(problem: CausalConv1d, vector: int, most: int) -> list[Config]:
     """Long rows take a program several times; short rows share one."""
-    across = min(
-        most, power_of_two(max(2, ceil_div(problem.length, vector)))
-    )  # Triton 3.7 cannot analyse a tile one element wide
+    # At least two vectors: Triton 3.7 cannot analyse a tile one element wide.
+    across = min(most, power_of_two(max(2, ceil_div(problem.length, vector))))
     if across > 256:
         return [{"channels": 1, "vectors": 256, "warps": 4}, {"channels": 1, "vectors": across, "warps": 8}]
     if across == 256:
@@ -152,7 +151,7 @@ def strided_configs(problem: CausalConv1d, device: Device) -> list[Config]:
 
 
 def cols_shape(problem: CausalConv1d) -> tuple[int, int]:
-    """Channels and groups of rows of one program: 1024 lanes, which is a vector of 8 for each of 128 threads."""
+    """Channels and groups of rows of one program: 1024 lanes, a vector of 8 for each of 128 threads."""
     channels = min(256, power_of_two(problem.dim))
     return channels, min(32, 1024 // channels)
 
@@ -168,9 +167,16 @@ def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
 
 
 def with_states(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
+) -> LaunchPlan:
     """The main kernel, then what happens at the ends of sequences."""
     y = empty_dense(x, channel_last(x))
     bias = None if bias is None else bias.contiguous()
@@ -193,15 +199,22 @@ def with_states(
 ALONG_ROWS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("rows", "edges", "segments")]
 DOWN_COLUMNS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("cols", "edges", "segments")]
 ON_CPU: Any = {
-    "numerics": "close", "version": 1,
+    "numerics": "close",
+    "version": 1,
     "kernels": [f"turnout.ops.causal_conv1d.cpu_kernels:{name}" for name in ("rows", "cols", "finals")],
-}  # fmt: skip
+}
 
 
 @CAUSAL_CONV1D.route(
-    "strided", refuses=refuses_on_gpu, cost=gpu_cost("strided"), configs=strided_configs, prepare=prepare_from_plan,
-    numerics="close", version=1, kernels=ALONG_ROWS,
-)  # fmt: skip
+    "strided",
+    refuses=refuses_on_gpu,
+    cost=gpu_cost("strided"),
+    configs=strided_configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=ALONG_ROWS,
+)
 @CAUSAL_CONV1D.route(
     "channel-first",
     refuses=refuses_channel_first,
@@ -214,9 +227,19 @@ ON_CPU: Any = {
 )
 @runs_plan
 def along_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, *, channels: int = 1, vectors: int = 256, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    channels: int = 1,
+    vectors: int = 256,
+    warps: int = 4,
+) -> LaunchPlan:
     def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
         return launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
 
@@ -237,10 +260,21 @@ def along_rows(
 )
 @runs_plan
 def down_columns(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-    *, groups: int = 4, rows: int = 8, steps: int = 1, channels: int = 256, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    groups: int = 4,
+    rows: int = 8,
+    steps: int = 1,
+    channels: int = 256,
+    warps: int = 4,
+) -> LaunchPlan:
     def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
         return launches.cols(
             x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps
@@ -255,9 +289,16 @@ def down_columns(
 
 
 def on_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool, columns: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    columns: bool,
+) -> tuple[Tensor, Tensor]:
     """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it
     is.
     """
@@ -317,9 +358,15 @@ def on_cpu(
 
 @CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, **ON_CPU)
 def cpu_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
     return on_cpu(
         x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False
     )
@@ -327,9 +374,15 @@ def cpu_rows(
 
 @CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, **ON_CPU)
 def cpu_cols(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None, cu_seqlens: Tensor | None,
-    initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor]:
     return on_cpu(
         x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=True
     )

@@ -24,9 +24,17 @@ class CausalConv1dBackward(NamedTuple):
 
     @staticmethod
     def of(
-        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> CausalConv1dBackward:  # fmt: skip
+        grad: Tensor,
+        grad_final: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> CausalConv1dBackward:
         call = CausalConv1d.of(
             x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
         )
@@ -34,9 +42,17 @@ class CausalConv1dBackward(NamedTuple):
 
 
 def reference(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The vector-Jacobian product of the forward reference: gradients of x, weight, bias and initial_states,
     empty where there is none.
 
@@ -99,16 +115,15 @@ def _through_taps(seen: Seen, grad: Tensor, taps: Tensor) -> tuple[Tensor, Tenso
 def _through_finals(
     seen: Seen, grad: Tensor, dline: Tensor, dstates: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The same for the states that are left."""
+    """Add the gradients that reach the inputs through the final states."""
     if seen.cu_seqlens is None:
-        kept = grad if seen.marks is None else torch.where(seen.last(seen.marks), grad, 0.0)
-        return dline + F.pad(kept, (seen.length, 0)), dstates
+        own = grad if seen.marks is None else torch.where(seen.last(seen.marks), grad, 0.0)
+        return dline + F.pad(own, (seen.length, 0)), dstates
     at, since = seen.ends()
     inside = (since >= 0)[:, None]
-    kept = (
-        torch.where(inside, grad, 0.0).transpose(0, 1).reshape(1, grad.shape[1], -1)
-    )  # [1, dim, sequences * reach]
-    dline = dline.index_add(2, (at + seen.reach).clamp(0, dline.shape[2] - 1).view(-1), kept)
+    # [1, dim, sequences * reach]
+    own = torch.where(inside, grad, 0.0).transpose(0, 1).reshape(1, grad.shape[1], -1)
+    dline = dline.index_add(2, (at + seen.reach).clamp(0, dline.shape[2] - 1).view(-1), own)
     if dstates is not None:
         place = (since + seen.reach).clamp(0, seen.reach - 1)[:, None].expand(grad.shape)
         dstates = dstates.scatter_add(2, place, torch.where(inside, 0.0, grad))
@@ -123,8 +138,8 @@ def work(problem: CausalConv1dBackward) -> Work:
 
 def family(problem: CausalConv1dBackward) -> tuple[Any, int]:
     """Problems that differ in their length only, and that length."""
-    same, size = forward_family(problem.call)
-    return (same, problem.grad_strides == problem.call.strides), size
+    without_sizes, size = forward_family(problem.call)
+    return (without_sizes, problem.grad_strides == problem.call.strides), size
 
 
 def reference_cost(problem: CausalConv1dBackward, device: Device) -> float | None:
@@ -134,6 +149,12 @@ def reference_cost(problem: CausalConv1dBackward, device: Device) -> float | Non
 
 
 CAUSAL_CONV1D_BACKWARD = Op(
-    "causal_conv1d_backward", reference, problem_type=CausalConv1dBackward, cost=reference_cost, work=work,
-    cases="turnout.ops.causal_conv1d_backward.cases", family=family, autocast="ignore",
-)  # fmt: skip
+    "causal_conv1d_backward",
+    reference,
+    problem_type=CausalConv1dBackward,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d_backward.cases",
+    family=family,
+    autocast="ignore",
+)

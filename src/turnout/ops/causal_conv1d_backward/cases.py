@@ -14,9 +14,9 @@ from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 
-def case(*given: Any, **named: Any) -> Case:
+def case(*forward: Any, **options: Any) -> Case:
     """A forward case, and random gradients of what it returns."""
-    call = cases.case(*given, **named)
+    call = cases.case(*forward, **options)
 
     def make(device: torch.device, seed: int) -> tuple:
         args = arguments(*call.make(device, seed))

@@ -2,9 +2,9 @@
 
 dx[p] = sum_e w[W-1-e] * g[p + e],   dw[k] = sum_l g[l] * x[l - (W-1) + k],   dbias = sum_l g[l].
 
-a is computed again from x. Every program leaves its W + 1 sums per channel in part [parts, W + 1, D], float32, and `fold` adds them up in
-a fixed order: no atomics, the same bits every time.
-HEADS: outputs that see initial states (1: the first W-1 of a batch row, 2: of each segment) are left to `edges_back`.
+a is computed again from x. Every program leaves its W + 1 sums per channel in part [parts, W + 1, D],
+float32, and `fold` adds them up in a fixed order: no atomics, the same bits every time. HEADS: outputs that
+see initial states (1: the first W-1 of a batch row, 2: of each segment) are left to `edges_back`.
 """
 
 # Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the formula.
@@ -48,7 +48,9 @@ def rows_back(
     l = (l0 + v).to(tl.int32)
     inside = (d < D) & (l < L)
 
-    px = x + b * xb + d0 * xd + l0 * xl + ((r.to(tl.int64) * xd)[:, None] + lanes.to(tl.int64) * xl)  # [BR*BV, V]
+    px = (
+        x + b * xb + d0 * xd + l0 * xl + ((r.to(tl.int64) * xd)[:, None] + lanes.to(tl.int64) * xl)
+    )  # [BR*BV, V]
     pg = dy + b * gb + d0 * gd + l0 * gl + ((r.to(tl.int64) * gd)[:, None] + lanes.to(tl.int64) * gl)
     if SEG:
         ps = seg + b * L + l0 + lanes
@@ -135,7 +137,8 @@ def cols_back(
     W: tl.constexpr, V: tl.constexpr, G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The walk of `cols`: row q completes dx of row q - (W-1), so a group of R rows walks W-1 rows further."""
+    """The walk of `cols`: row q completes dx of row q - (W-1), so a group of R rows walks W-1 rows
+    further."""
     xl, gl, ol = tl.cast(xl, tl.int64), tl.cast(gl, tl.int64), tl.cast(ol, tl.int64)
     R: tl.constexpr = T * STEPS - (W - 1)
     blocks = tl.cdiv(D, BD)
@@ -249,7 +252,8 @@ def edges_back(
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
     PACKED: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Backward of `edges`: dinit, dx of the first W-1 positions again, the sums of the first W-1 outputs, and dfinal's share.
+    """Backward of `edges`: dinit, dx of the first W-1 positions again, the sums of the first W-1 outputs, and
+    dfinal's share.
 
     part points at the first of N rows of its own, one per sequence.
     """

@@ -95,9 +95,17 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(
-        grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-        cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    ) -> Call:  # fmt: skip
+        grad: Tensor,
+        grad_final: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        initial_states: Tensor | None,
+        return_final_states: bool,
+    ) -> Call:
         last, ends = channel_last(x), weight.shape[1] > 1
         if last and grad.stride(1) != 1:
             grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
@@ -105,10 +113,18 @@ class Call(NamedTuple):
         for launch in fill:
             start(launch)
         return Call(
-            grad, grad_final if return_final_states and ends else None, x, weight,
-            None if bias is None else bias.contiguous(), activation == "silu",
-            None if seq_idx is None else seg, cu_seqlens, initial_states if ends else None, seg, empty_dense(x, last),
-        )  # fmt: skip
+            grad,
+            grad_final if return_final_states and ends else None,
+            x,
+            weight,
+            None if bias is None else bias.contiguous(),
+            activation == "silu",
+            None if seq_idx is None else seg,
+            cu_seqlens,
+            initial_states if ends else None,
+            seg,
+            empty_dense(x, last),
+        )
 
     @property
     def sequences(self) -> int:
@@ -116,7 +132,7 @@ class Call(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Whose first outputs see initial states: nobody's, those of batch rows, those of packed sequences."""
+        """Which first outputs see initial states: none, those of batch rows or those of packed sequences."""
         return 0 if self.initial is None else 1 if self.cu_seqlens is None else 2
 
     def parts(self, tiles: int) -> Tensor:
@@ -168,13 +184,26 @@ def finish(
             part[main:],
         )
         numbers = (
-            dim, length, *x.stride(), *weight.stride(), *strides(call.initial), *call.grad.stride(), *strides(call.grad_final),
-            *call.dx.stride(), *strides(left),
-        )  # fmt: skip
+            dim,
+            length,
+            *x.stride(),
+            *weight.stride(),
+            *strides(call.initial),
+            *call.grad.stride(),
+            *strides(call.grad_final),
+            *call.dx.stride(),
+            *strides(left),
+        )
         constants = {
-            "W": width, "BD": 128, "BIAS": bias is not None, "SILU": call.silu, "SEG": call.seq_idx is not None,
-            "PACKED": call.cu_seqlens is not None, "INIT": call.initial is not None, "FINAL": call.grad_final is not None,
-        }  # fmt: skip
+            "W": width,
+            "BD": 128,
+            "BIAS": bias is not None,
+            "SILU": call.silu,
+            "SEG": call.seq_idx is not None,
+            "PACKED": call.cu_seqlens is not None,
+            "INIT": call.initial is not None,
+            "FINAL": call.grad_final is not None,
+        }
         launch(edges_back, call.sequences * ceil_div(dim, 128), tensors, numbers, constants, warps=4)
     dweight = torch.empty(dim, width, dtype=weight.dtype, device=x.device)
     dbias = x.new_empty(0) if bias is None else torch.empty(dim, dtype=bias.dtype, device=x.device)
@@ -209,10 +238,21 @@ DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
     kernels=ALONG_ROWS,
 )
 def along_rows(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    *, channels: int = 1, vectors: int = 256, warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    channels: int = 1,
+    vectors: int = 256,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import rows_back
 
@@ -256,10 +296,23 @@ def along_rows(
     kernels=DOWN_COLUMNS,
 )
 def down_columns(
-    grad: Tensor, grad_final: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None, initial_states: Tensor | None, return_final_states: bool,
-    *, groups: int = 4, rows: int = 4, steps: int = 16, channels: int = 128, warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    groups: int = 4,
+    rows: int = 4,
+    steps: int = 16,
+    channels: int = 128,
+    warps: int = 4,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from turnout.launch import launch
     from turnout.ops.causal_conv1d_backward.kernels import cols_back
 
@@ -282,8 +335,14 @@ def down_columns(
     pairs = (n for t in (call.grad, call.dx) for n in (t.stride(0), t.stride(2)))
     numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), *pairs)
     constants = {
-        "W": width, "V": vector_of(1, None, x, call.grad, call.dx), "G": groups, "T": rows, "STEPS": steps, "BD": channels, **call.flags,
-    }  # fmt: skip
+        "W": width,
+        "V": vector_of(1, None, x, call.grad, call.dx),
+        "G": groups,
+        "T": rows,
+        "STEPS": steps,
+        "BD": channels,
+        **call.flags,
+    }
     programs = batch * tiles * ceil_div(dim, channels)
     launch(
         cols_back,

@@ -37,16 +37,33 @@ class CausalConv1dUpdate(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-        cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
-    ) -> CausalConv1dUpdate:  # fmt: skip
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        cache_seqlens: Tensor | None,
+        conv_state_indices: Tensor | None,
+    ) -> CausalConv1dUpdate:
         check(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
         length = x.shape[2] if x.dim() == 3 else 0
         return CausalConv1dUpdate(
-            x.shape[0], x.shape[1], length, weight.shape[1], conv_state.shape[2], conv_state.shape[0], x.stride(), conv_state.stride(),
-            x.dtype, weight.dtype, None if bias is None else bias.dtype, conv_state.dtype, activation,
-            cache_seqlens is not None, conv_state_indices is not None,
-        )  # fmt: skip
+            x.shape[0],
+            x.shape[1],
+            length,
+            weight.shape[1],
+            conv_state.shape[2],
+            conv_state.shape[0],
+            x.stride(),
+            conv_state.stride(),
+            x.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            conv_state.dtype,
+            activation,
+            cache_seqlens is not None,
+            conv_state_indices is not None,
+        )
 
     @property
     def elements(self) -> int:
@@ -54,9 +71,14 @@ class CausalConv1dUpdate(NamedTuple):
 
 
 def check(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() not in (2, 3):
         raise ValueError(
@@ -67,14 +89,16 @@ def check(
     shortest = weight.shape[1] - 1
     if conv_state.dim() != 3 or conv_state.shape[1] != dim or conv_state.shape[2] < shortest:
         raise ValueError(
-            f"conv_state is {list(conv_state.shape)}, it needs to be [slots, channels, state length] with {dim} channels "
+            f"conv_state is {list(conv_state.shape)}, "
+            f"it needs to be [slots, channels, state length] with {dim} channels "
             f"and a state length of at least width - 1 = {shortest}"
         )
     if not conv_state.is_floating_point():
         raise ValueError(f"conv_state is {plain(conv_state.dtype)}, it needs a floating-point dtype")
     if conv_state_indices is None and conv_state.shape[0] != batch:
         raise ValueError(
-            f"conv_state has {conv_state.shape[0]} slots for a batch of {batch}, without conv_state_indices it needs one for each"
+            f"conv_state has {conv_state.shape[0]} slots for a batch of {batch}, "
+            "without conv_state_indices it needs one for each"
         )
     if conv_state_indices is not None and batch > 0 and conv_state.shape[0] == 0:
         raise ValueError("conv_state has no slots, it needs at least one")
@@ -83,7 +107,8 @@ def check(
             tuple(tensor.shape) != (batch,) or tensor.dtype not in (torch.int32, torch.int64)
         ):
             raise ValueError(
-                f"{name} is {plain(tensor.dtype)} {list(tensor.shape)}, it needs to be int32 or int64 [batch]: [{batch}]"
+                f"{name} is {plain(tensor.dtype)} {list(tensor.shape)}, "
+                f"it needs to be int32 or int64 [batch]: [{batch}]"
             )
     for name, tensor in (
         ("conv_state", conv_state),
@@ -95,10 +120,15 @@ def check(
 
 
 def reference(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The window each output sees, one product a tap, added in float32 (float64 for float64), rounded once."""
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+) -> Tensor:
+    """Multiply the window of each output by the taps, add up in float32 (float64 for float64), round once."""
     check(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
     flat = x.dim() == 2
     new = x[..., None] if flat else x
@@ -106,11 +136,13 @@ def reference(
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     live = None if conv_state_indices is None else conv_state_indices >= 0
     slots = None if conv_state_indices is None else conv_state_indices.clamp(min=0)
-    held = conv_state if slots is None else conv_state[slots]
+    states = conv_state if slots is None else conv_state[slots]
 
-    before = held[..., size - (width - 1) :]
+    before = states[..., size - (width - 1) :]
     if cache_seqlens is not None and width > 1:
-        before = held.gather(2, _ring(cache_seqlens, torch.arange(1 - width, 0, device=x.device), dim, size))
+        before = states.gather(
+            2, _ring(cache_seqlens, torch.arange(1 - width, 0, device=x.device), dim, size)
+        )
     line = torch.cat([before.to(wide), new.to(wide)], 2)
     acc = x.new_zeros(dim, 1, dtype=wide) if bias is None else bias.to(wide)[:, None]
     for k in range(width):
@@ -123,13 +155,13 @@ def reference(
     y = y.new_empty(batch, dim).copy_(y[..., 0]) if flat else dense(y, channel_last(x))
 
     if cache_seqlens is None:
-        moved = torch.cat([held, new.to(held.dtype)], 2)[..., length:]
+        moved = torch.cat([states, new.to(states.dtype)], 2)[..., length:]
     elif size:
-        kept = min(length, size)  # of positions that fall on one place the last one stays
-        at = _ring(cache_seqlens, torch.arange(length - kept, length, device=x.device), dim, size)
-        moved = held.scatter(2, at, new[..., length - kept :].to(held.dtype))
+        written = min(length, size)  # of positions that fall on one place the last one stays
+        at = _ring(cache_seqlens, torch.arange(length - written, length, device=x.device), dim, size)
+        moved = states.scatter(2, at, new[..., length - written :].to(states.dtype))
     else:
-        moved = held
+        moved = states
     if slots is None or live is None:
         conv_state.copy_(moved)  # last: what is read may overlap the state
     elif batch:
@@ -137,7 +169,7 @@ def reference(
         # stands there if none is live.
         place = torch.arange(batch, device=x.device)
         own = torch.where(live, place, live.to(torch.uint8).argmax())
-        conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], held[own]))
+        conv_state.index_put_((slots[own],), torch.where(live[own][:, None, None], moved[own], states[own]))
     return y
 
 
@@ -172,33 +204,50 @@ def reference_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
             else max(fitted.host * (2 * problem.width + 14 + 8 * problem.chosen_slots), moved / fitted.share)
         )
     if device.type == "cpu":
-        each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
+        per_element = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
             problem.length, 1
         )
-        return fitted.start + problem.batch * problem.dim * each
+        return fitted.start + problem.batch * problem.dim * per_element
     return None
 
 
 def arguments(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
-    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> tuple:
     """The reference's arguments of a public call."""
     return x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
 
 
 CAUSAL_CONV1D_UPDATE = Op(
-    "causal_conv1d_update", reference, problem_type=CausalConv1dUpdate, cost=reference_cost, work=work,
-    cases="turnout.ops.causal_conv1d_update.cases", arguments=arguments, autocast="ignore",
+    "causal_conv1d_update",
+    reference,
+    problem_type=CausalConv1dUpdate,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv1d_update.cases",
+    arguments=arguments,
+    autocast="ignore",
     mutates=("conv_state",),
-)  # fmt: skip
+)
 
 
 @public(CAUSAL_CONV1D_UPDATE)
 def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str | None = None,
-    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
     """One or several more positions of each sequence: the outputs `causal_conv1d` would give there.
     `conv_state` is updated in place.
 

@@ -69,10 +69,10 @@ def eager(
     lengths: Any,
     slots: Tensor | None,
 ) -> Tensor:
-    """What models fall back to: roll the state, one weighted sum."""
+    """Roll the state and take one weighted sum, as models do without a kernel."""
     new = x if x.dim() == 3 else x[..., None]
-    held = state if slots is None else state[slots]
-    line = torch.cat([held, new], 2)
+    states = state if slots is None else state[slots]
+    line = torch.cat([states, new], 2)
     if slots is None:
         state.copy_(line[..., new.shape[2] :])
     else:
@@ -83,9 +83,8 @@ def eager(
 
 
 PEERS = {"torch": eager, "torch.compile": compiled(eager)}
-BOUNDS = {
-    "graph replay": replayed(CAUSAL_CONV1D_UPDATE)
-}  # a step is all launch until hundreds of sequences take it
+# A step is bound by its launch until it has hundreds of sequences.
+BOUNDS = {"graph replay": replayed(CAUSAL_CONV1D_UPDATE)}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:

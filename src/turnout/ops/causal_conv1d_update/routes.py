@@ -38,7 +38,10 @@ def refuses_on_gpu(problem: CausalConv1dUpdate, device: Device) -> Iterator[str]
     yield from needs.needs_triton(device)
     yield from refuses_anywhere(problem)
     if max(problem.width, problem.state_length) > WIDEST:
-        yield f"width {problem.width} and a state of length {problem.state_length}, this route needs at most {WIDEST}"
+        yield (
+            f"width {problem.width} and a state of length {problem.state_length}, "
+            f"this route needs at most {WIDEST}"
+        )
     if problem.length > LONGEST:
         yield f"length {problem.length}, this route needs at most {LONGEST}"
 
@@ -62,10 +65,10 @@ def cpu_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     if device.type != "cpu":
         return None
     fitted = device.fitted("causal_conv1d_update.kernels")
-    each = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
+    per_element = fitted.element_state * problem.state_length + fitted.element_tap * problem.width * max(
         problem.length, 1
     )
-    return fitted.start + problem.batch * problem.dim * each / device.cores
+    return fitted.start + problem.batch * problem.dim * per_element / device.cores
 
 
 def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Config]:
@@ -87,21 +90,39 @@ def one_launch_configs(problem: CausalConv1dUpdate, device: Device) -> list[Conf
 )
 @runs_plan
 def on_gpu(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None, *, channels: int = 128, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+    *,
+    channels: int = 128,
+    warps: int = 4,
+) -> LaunchPlan:
     from turnout.ops.causal_conv1d_update.kernels import update
 
     new, y, out = with_axis(x)
     (batch, dim, length), size = new.shape, conv_state.shape[2]
     whole = (
-        length == 1 and cache_seqlens is None and size & (size - 1) == 0 and size * conv_state.element_size() <= VECTOR_BYTES
-        and conv_state.stride(2) == 1 and widest(size, (conv_state, conv_state.stride()[:2])) == size
-    )  # fmt: skip
+        length == 1
+        and cache_seqlens is None
+        and size & (size - 1) == 0
+        and size * conv_state.element_size() <= VECTOR_BYTES
+        and conv_state.stride(2) == 1
+        and widest(size, (conv_state, conv_state.stride()[:2])) == size
+    )
     constants = {
-        "W": weight.shape[1], "S": size, "BD": channels, "BIAS": bias is not None, "SILU": activation == "silu",
-        "RING": cache_seqlens is not None, "SLOTS": conv_state_indices is not None, "WHOLE": whole,
-    }  # fmt: skip
+        "W": weight.shape[1],
+        "S": size,
+        "BD": channels,
+        "BIAS": bias is not None,
+        "SILU": activation == "silu",
+        "RING": cache_seqlens is not None,
+        "SLOTS": conv_state_indices is not None,
+        "WHOLE": whole,
+    }
     numbers = (dim, length, *new.stride(), *conv_state.stride(), *weight.stride(), *y.stride())
     shift, lengths, slots = (
         None if t is None else t.contiguous() for t in (bias, cache_seqlens, conv_state_indices)
@@ -121,13 +142,22 @@ def with_axis(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @CAUSAL_CONV1D_UPDATE.route(
-    "cpu-channels", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1,
+    "cpu-channels",
+    refuses=refuses_on_cpu,
+    cost=cpu_cost,
+    numerics="close",
+    version=1,
     kernels=("turnout.ops.causal_conv1d_update.cpu_kernels:update",),
-)  # fmt: skip
+)
 def cpu_channels(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None,
-    cache_seqlens: Tensor | None, conv_state_indices: Tensor | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    conv_state_indices: Tensor | None,
+) -> Tensor:
     import numpy as np
 
     from turnout.ops.threads import import_uninterrupted, in_shares
@@ -148,7 +178,7 @@ def cpu_channels(
     taps = array(weight.to(torch.float32).t().contiguous())
     shift = np.zeros(dim, np.float32) if bias is None else array(bias.to(torch.float32).contiguous())
     strides = (*new.stride(), *conv_state.stride(), *y.stride())
-    given = (
+    arguments = (
         flat(new),
         flat(conv_state),
         taps,
@@ -161,7 +191,7 @@ def cpu_channels(
         strides,
         activation == "silu",
     )
-    run = functools.partial(update, *given)
+    run = functools.partial(update, *arguments)
     run(0, 0)  # compiles: an interruption of that must not leave some of the states updated
     in_shares(run, tiles_of(batch, dim))
     return out

@@ -1,4 +1,4 @@
-"""causal_conv3d: the convolution of video VAEs. No frame sees a later one, and a clip may come in chunks."""
+"""causal_conv3d: the convolution of video VAEs. Outputs use no later frame, and a clip may come in chunks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ PAD_MODES = ("zeros", "replicate")
 
 
 class CausalConv3d(NamedTuple):
-    """Everything that may change the answer or the speed of one causal convolution: that of the input with
-    the frames before it.
+    """Everything that may change the answer or the speed of one causal convolution.
+
+    `convolution` is that of the input alone, without the frames before it.
     """
 
     convolution: Conv3d
@@ -32,15 +33,23 @@ class CausalConv3d(NamedTuple):
 
     @staticmethod
     def of(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, pad_mode: str, residual: Tensor | None,
-    ) -> CausalConv3d:  # fmt: skip
-        same = Conv3d.of(input, weight, bias, stride, [0, *padding], dilation, groups, residual)
-        return CausalConv3d(same, Beside.of(cache), pad_mode)  # pyright: ignore[reportArgumentType]
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        pad_mode: str,
+        residual: Tensor | None,
+    ) -> CausalConv3d:
+        convolution = Conv3d.of(input, weight, bias, stride, [0, *padding], dilation, groups, residual)
+        return CausalConv3d(convolution, Beside.of(cache), pad_mode)  # pyright: ignore[reportArgumentType]
 
     @property
     def before(self) -> int:
-        """How many frames stand before the input."""
+        """The number of frames before the input that the first output uses."""
         return (self.convolution.weight[2] - 1) * self.convolution.dilation[0]
 
     @property
@@ -54,23 +63,24 @@ class CausalConv3d(NamedTuple):
         return self.convolution._replace(input=whole, input_strides=strides)
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or
-        unbatched.
-        """
+        """Why no route can take this call: it is empty or unbatched, or wrong, and torch raises the error."""
         shape = self.convolution.input
         if self.cache is not None and (
             len(self.cache.shape) != 5
             or (*self.cache.shape[:2], *self.cache.shape[3:]) != (*shape[:2], *shape[3:])
             or self.cache.dtype != self.convolution.dtype
         ):
-            return f"a cache {list(self.cache.shape)}, this route needs frames like those of the input, {list(shape)}"
+            return (
+                f"a cache {list(self.cache.shape)}, "
+                f"this route needs frames like those of the input, {list(shape)}"
+            )
         if len(shape) == 5 and shape[2] < 1:
             return "no frames, this route needs at least one"
         return self.padded.invalid()
 
 
 def with_frames_before(input: Tensor, cache: Tensor | None, before: int, pad_mode: str) -> Tensor:
-    """`before` frames and the input in one tensor, in the input's layout: `[N, C, before + D, H, W]`."""
+    """Join `before` frames and the input to one tensor `[N, C, before + D, H, W]`, in the input's layout."""
     if cache is None or cache.shape[2] == 0:
         frames = [input]
     else:
@@ -86,9 +96,17 @@ def with_frames_before(input: Tensor, cache: Tensor | None, before: int, pad_mod
 
 
 def reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
     y = in_format(
         F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups), plain_format(input, weight)
@@ -97,11 +115,11 @@ def reference(
 
 
 def vjp(inputs: tuple, grads: tuple) -> tuple:
-    """A gradient for each input: of all frames at once, then each frame's to where it came from."""
+    """The gradient of each input: that of all frames at once, split into those of cache and input."""
     input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual = inputs
     (grad,) = grads
     before, frames = (weight.shape[2] - 1) * dilation[0], input.shape[2]
-    held = 0 if cache is None else min(cache.shape[2], before)
+    cached = 0 if cache is None else min(cache.shape[2], before)
     whole = with_frames_before(input, cache, before, pad_mode)
     wants = input.requires_grad or (cache is not None and cache.requires_grad)
     dwhole, dweight, dbias = convolution_backward(
@@ -109,56 +127,64 @@ def vjp(inputs: tuple, grads: tuple) -> tuple:
     )
     dinput = dcache = None
     if dwhole is not None:
-        dmissing, dheld, dinput = dwhole.split([before - held, held, frames], 2)
-        if pad_mode == "replicate" and before > held:
-            into, rest = (dheld, dinput) if held else (dinput, None)
+        dmissing, dcached, dinput = dwhole.split([before - cached, cached, frames], 2)
+        if pad_mode == "replicate" and before > cached:
+            into, rest = (dcached, dinput) if cached else (dinput, None)
             into = torch.cat([into[:, :, :1] + dmissing.sum(2, keepdim=True), into[:, :, 1:]], 2)
-            dheld, dinput = (into, rest) if held else (dheld, into)
+            dcached, dinput = (into, rest) if cached else (dcached, into)
         if cache is not None:
-            dcache = F.pad(dheld, (0, 0, 0, 0, cache.shape[2] - held, 0))
+            dcache = F.pad(dcached, (0, 0, 0, 0, cache.shape[2] - cached, 0))
     return dinput, dweight, dbias, dcache, None, None, None, None, None, residual_gradient(grad, residual)
 
 
 def work(problem: CausalConv3d) -> Work:
-    """That of the convolution, and the cache read once; frames of padding cost nothing."""
-    found = costs.work(problem.padded)
-    held = 0 if problem.cache is None else min(problem.cache.shape[2], problem.before)
+    """The work of the convolution, with the cache read once; frames of padding cost nothing."""
+    padded_work = costs.work(problem.padded)
+    cached = 0 if problem.cache is None else min(problem.cache.shape[2], problem.before)
     frame = (
         prod((*problem.convolution.input[:2], *problem.convolution.input[3:]))
         * problem.convolution.dtype.itemsize
     )
-    return found._replace(bytes=found.bytes - (problem.before - held) * frame)
+    return padded_work._replace(bytes=padded_work.bytes - (problem.before - cached) * frame)
 
 
 def family(problem: CausalConv3d) -> tuple:
-    """Problems that differ in their frames, rows and columns only, and how many pixels the output has."""
+    """What problems share that differ only in frames, rows and columns, and the output's number of pixels."""
     if problem.invalid() is not None:
         return problem, 0
-    same, pixels = costs.family(problem.padded)
+    without_sizes, pixels = costs.family(problem.padded)
     cache = (
         None
         if problem.cache is None
         else (problem.cache.shape[2], costs.layout_of(problem.cache.shape, problem.cache.strides))
     )
-    return (same, cache, problem.pad_mode), pixels
+    return (without_sizes, cache, problem.pad_mode), pixels
 
 
 def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
-    """The convolution, and a copy of all its input."""
+    """The seconds of the convolution and of joining cache, padding and input."""
     if problem.invalid() is not None:
         return None
-    found = costs.reference_cost(problem.padded, device)
-    joined = (
+    seconds = costs.reference_cost(problem.padded, device)
+    joining = (
         costs.copying(2 * prod(problem.padded.input), problem.convolution, device) if problem.before else 0.0
     )
-    return None if found is None else found + joined
+    return None if seconds is None else seconds + joining
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> tuple:
     """The reference's arguments of a public call."""
     if pad_mode not in PAD_MODES:
         raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
@@ -179,29 +205,65 @@ def arguments(
 
 
 CAUSAL_CONV3D = Op(
-    "causal_conv3d", reference, problem_type=CausalConv3d, cost=reference_cost, work=work, cases="turnout.ops.causal_conv3d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "causal_conv3d",
+    reference,
+    problem_type=CausalConv3d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.causal_conv3d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[False] = ...,
+) -> Tensor: ...
 @overload
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = ..., *, cache: Tensor | None = ...,
-    stride: int | Sequence[int] = ..., padding: int | Sequence[int] = ..., dilation: int | Sequence[int] = ...,
-    groups: int = ..., pad_mode: str = ..., residual: Tensor | None = ..., return_cache: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    cache: Tensor | None = ...,
+    stride: int | Sequence[int] = ...,
+    padding: int | Sequence[int] = ...,
+    dilation: int | Sequence[int] = ...,
+    groups: int = ...,
+    pad_mode: str = ...,
+    residual: Tensor | None = ...,
+    return_cache: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 @public(CAUSAL_CONV3D)
 def causal_conv3d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, *, cache: Tensor | None = None, stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0, dilation: int | Sequence[int] = 1, groups: int = 1, pad_mode: str = "zeros",
-    return_cache: bool = False, residual: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    cache: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    pad_mode: str = "zeros",
+    return_cache: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """3-D convolution in which no frame sees a later one: `(KD - 1) * dilation` frames stand before the
     input.
 
@@ -227,10 +289,18 @@ def causal_conv3d(
     """
     y = CAUSAL_CONV3D(
         *arguments(
-            input, weight, bias, cache=cache, stride=stride, padding=padding, dilation=dilation, groups=groups, pad_mode=pad_mode,
+            input,
+            weight,
+            bias,
+            cache=cache,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            groups=groups,
+            pad_mode=pad_mode,
             residual=residual,
         )
-    )  # fmt: skip
+    )
     y = y.squeeze(0) if input.dim() == 4 else y
     return (
         (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
@@ -246,5 +316,5 @@ def next_cache(input: Tensor, cache: Tensor | None, before: int) -> Tensor:
         return input.narrow(-3, frames - before, before)
     if cache is None or cache.shape[-3] == 0:
         return input.narrow(-3, 0, frames)
-    held = min(cache.shape[-3], before - frames)
-    return torch.cat([cache.narrow(-3, cache.shape[-3] - held, held), input], -3)
+    cached = min(cache.shape[-3], before - frames)
+    return torch.cat([cache.narrow(-3, cache.shape[-3] - cached, cached), input], -3)

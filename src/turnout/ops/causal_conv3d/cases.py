@@ -40,9 +40,17 @@ from turnout.routing.case import Case, Cases, normal, seeded
 
 
 def case(
-    source: str, size: Sequence[int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, kernel: int | Sequence[int] = 3,
-    stride: int = 1, held: int = 2, pad_mode: str = "zeros", layout: str = LAST,
-) -> Case:  # fmt: skip
+    source: str,
+    size: Sequence[int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    kernel: int | Sequence[int] = 3,
+    stride: int = 1,
+    held: int = 2,
+    pad_mode: str = "zeros",
+    layout: str = LAST,
+) -> Case:
     """A chunk of `size` frames and pixels after `held` frames of cache, 0 for the first chunk of a clip."""
     kernel, (into, out) = spread(kernel, 3), channels
 
@@ -95,12 +103,20 @@ CALLS = [
 
 
 def joined_in(layout: str) -> Any:
-    """What models do: concatenate, pad, convolve, in one layout."""
+    """Concatenate, pad and convolve in one layout, as models do."""
 
     def run(
-        input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-        dilation: list[int], groups: int, pad_mode: str, *_: Any,
-    ) -> Tensor:  # fmt: skip
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        pad_mode: str,
+        *_: Any,
+    ) -> Tensor:
         input, weight, cache = (None if x is None else kept_in(x, layout) for x in (input, weight, cache))  # pyright: ignore[reportAssignmentType]
         whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
         return F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
@@ -109,9 +125,17 @@ def joined_in(layout: str) -> Any:
 
 
 def joined_before(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
-    groups: int, pad_mode: str, *_: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    *_: Any,
+) -> Tensor:
     """Our convolution of one tensor in which all frames stand already."""
     before = (weight.shape[2] - 1) * dilation[0]
     whole = kept_for(input, "joined", lambda: with_frames_before(input, cache, before, pad_mode))
@@ -129,12 +153,14 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     """Any valid call, small, with exact sums: no cache, a full one, one too short, one too long, both
     paddings.
     """
-    found, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
-    x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
-    before = (weight.shape[2] - 1) * found["dilation"][0]
-    held = draw.choice((None, None, before, before, max(0, before - 1), before + 1))
-    cache = None if held is None else random_tensor(draw, (*x.shape[:2], held, *x.shape[3:]), dtype, device)
-    numbers = (found["stride"], found["padding"][1:], found["dilation"], found["groups"])
+    sizes, dtype, mode = random_sizes(draw, 3), draw.choice(KINDS), draw.choice(("zeros", "replicate"))
+    x, weight = (random_tensor(draw, sizes[name], dtype, device) for name in ("shape", "weight"))
+    before = (weight.shape[2] - 1) * sizes["dilation"][0]
+    cached = draw.choice((None, None, before, before, max(0, before - 1), before + 1))
+    cache = (
+        None if cached is None else random_tensor(draw, (*x.shape[:2], cached, *x.shape[3:]), dtype, device)
+    )
+    numbers = (sizes["stride"], sizes["padding"][1:], sizes["dilation"], sizes["groups"])
     return x, weight, random_bias(draw, weight.shape[0], dtype, device), cache, *numbers, mode
 
 

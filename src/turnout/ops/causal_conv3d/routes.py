@@ -35,7 +35,7 @@ from turnout.routing.op import Config, Cost, Guard
 
 
 def of_padded(guard: Guard) -> Guard:
-    """A guard of conv3d, asked about the padded convolution."""
+    """Apply a guard of conv3d to the padded convolution."""
 
     def refuses(problem: CausalConv3d, device: Device) -> Iterator[str]:
         why = problem.invalid()
@@ -58,25 +58,25 @@ def refuses_depth_taps(problem: CausalConv3d, device: Device) -> Iterator[str]:
 
 
 def joined(cost: Cost) -> Cost:
-    """A cost of conv3d, and the copy that puts all frames into one tensor."""
+    """Add to a cost of conv3d that of the copy that joins all frames."""
 
     def seconds(problem: CausalConv3d, device: Device) -> float | None:
-        found = cost(problem.padded, device)
-        return (
-            None
-            if found is None
-            else found + costs.copying(2 * prod(problem.padded.input), problem.convolution, device)
+        convolution_seconds = cost(problem.padded, device)
+        if convolution_seconds is None:
+            return None
+        return convolution_seconds + costs.copying(
+            2 * prod(problem.padded.input), problem.convolution, device
         )
 
     return seconds
 
 
 def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
-    """Nothing is joined; frames of the cache are convolved by calls of their own."""
-    found = costs.depth_taps_cost(problem.padded, device)
+    """The cost of conv3d's route and of more calls: frames of the cache are convolved by their own."""
+    seconds = costs.depth_taps_cost(problem.padded, device)
     on_cpu = device.type == "cpu"
-    each = device.fitted("convolution.methods").tap_start if on_cpu else costs.launch(device)
-    return None if found is None else found + 2 * problem.convolution.weight[2] * each
+    per_call = device.fitted("convolution.methods").tap_start if on_cpu else costs.launch(device)
+    return None if seconds is None else seconds + 2 * problem.convolution.weight[2] * per_call
 
 
 def joined_then(
@@ -100,9 +100,17 @@ def joined_then(
     **IN_TORCH,
 )
 def with_channels_last(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
@@ -112,22 +120,42 @@ def with_channels_last(
     "upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH
 )
 def with_float32(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
 
 
 @CAUSAL_CONV3D.route(
-    "winograd", refuses=of_padded(guards.refuses_winograd), cost=joined(costs.winograd_cost), numerics="close", version=1,
+    "winograd",
+    refuses=of_padded(guards.refuses_winograd),
+    cost=joined(costs.winograd_cost),
+    numerics="close",
+    version=1,
     kernels=WINOGRAD_KERNELS,
-)  # fmt: skip
+)
 def with_winograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     return joined_then(
         by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
     )
@@ -135,38 +163,49 @@ def with_winograd(
 
 @CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, **IN_TORCH)
 def depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+) -> Tensor:
     before = (weight.shape[2] - 1) * dilation[0]
     outputs = output_frames(input.shape[2] + before, weight.shape[2], stride[0], 0, dilation[0])
     pieces = [Frames(input.transpose(1, 2), 0)]
-    held = 0 if cache is None else min(cache.shape[2], before)
-    if cache is not None and held:
-        pieces.append(Frames(cache[:, :, cache.shape[2] - held :].transpose(1, 2), -held))
-    if pad_mode == "replicate" and held < before:
+    cached = 0 if cache is None else min(cache.shape[2], before)
+    if cache is not None and cached:
+        pieces.append(Frames(cache[:, :, cache.shape[2] - cached :].transpose(1, 2), -cached))
+    if pad_mode == "replicate" and cached < before:
         first = pieces[-1].values[:, :1]
-        pieces.append(Frames(first.expand(-1, before - held, -1, -1, -1), -before))
+        pieces.append(Frames(first.expand(-1, before - cached, -1, -1, -1), -before))
     y = of_pieces(pieces, outputs, weight, bias, stride, [before, *padding], dilation, groups)
     return finished(y, residual, plain_format(input, weight))
 
 
-# Our own kernels read cache and input where they are, and pad as they go
+# Routes by our own kernels, which read cache and input in place and pad as they read
 
 
 def causal_task(problem: CausalConv3d) -> Task:
     """A valid call as the kernels see it."""
-    given, cache, before = problem.convolution, problem.cache, problem.before
-    held = 0 if cache is None else min(cache.shape[2], before)
+    convolution, cache, before = problem.convolution, problem.cache, problem.before
+    cached = 0 if cache is None else min(cache.shape[2], before)
     return task_of(problem.padded)._replace(
-        x=given.input, x_strides=clip_strides(given.input, given.input_strides), padding=(before, *given.padding[1:]),
-        cache=held, cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and held else None,
+        x=convolution.input,
+        x_strides=clip_strides(convolution.input, convolution.input_strides),
+        padding=(before, *convolution.padding[1:]),
+        cache=cached,
+        cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and cached else None,
         pad_mode=problem.pad_mode,
-    )  # fmt: skip
+    )
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
-    """What a route by this kernel is declared with."""
+    """The keywords that declare a route by this kernel."""
 
     def refuses(problem: CausalConv3d, device: Device) -> Iterator[str]:
         why = problem.invalid()
@@ -186,36 +225,74 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(kernel.widened(causal_task(problem)), device)
 
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_causal, kernel), "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare_by(plan_causal, kernel),
+        "numerics": "close",
+        "version": 1,
         "kernels": kernel.kernels,
-    }  # fmt: skip
+    }
 
 
 def convolved(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> Tensor:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> Tensor:
     """A causal convolution by one launch."""
     before = (weight.shape[2] - 1) * dilation[0]
-    held = 0 if cache is None else min(cache.shape[2], before)
-    if cache is not None and held != cache.shape[2]:
-        cache = cache[:, :, cache.shape[2] - held :]
+    cached = 0 if cache is None else min(cache.shape[2], before)
+    if cache is not None and cached != cache.shape[2]:
+        cache = cache[:, :, cache.shape[2] - cached :]
     shape = known_output(
         with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation)
     )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch_into(
-        lowering, input, weight, bias, out, stride, [before, *padding], dilation, residual, config, cache if held else None, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        [before, *padding],
+        dilation,
+        residual,
+        config,
+        cache if cached else None,
+        pad_mode,
+    )
     return output_in(out, known_format(input, weight))
 
 
 def plan_causal(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int],
-    padding: list[int], dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None, **config: Any,
-) -> LaunchPlan | None:  # fmt: skip
-    """`convolved` on tensors as they are, where all of it is one launch and all of the cache is read: the
-    rest of a longer one would have to be cut off."""
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    **config: Any,
+) -> LaunchPlan | None:
+    """The plan of `convolved` where all of it is one launch on tensors as they are; else None.
+
+    A cache with more frames than the call uses would have to be cut first, so it has no plan.
+    """
     before = (weight.shape[2] - 1) * dilation[0]
     if (cache is not None and not 0 < cache.shape[2] <= before) or known_format(input, weight) != LAST[5]:
         return None
@@ -224,55 +301,124 @@ def plan_causal(
     )
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
     launch = one_launch(
-        lowering, input, weight, bias, out, stride, (before, *padding), dilation, residual, config, cache, pad_mode
-    )  # fmt: skip
+        lowering,
+        input,
+        weight,
+        bias,
+        out,
+        stride,
+        (before, *padding),
+        dilation,
+        residual,
+        config,
+        cache,
+        pad_mode,
+    )
     return None if launch is None else LaunchPlan((launch,), out)
 
 
 def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:
-    """The shape of a clip with that many frames before it."""
+    """The shape of a clip `[N, C, D, H, W]` with `before` more frames."""
     return (*shape[:2], shape[2] + before, *shape[3:])
 
 
 @CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 @CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(
-        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
-        stages=stages, from_registers=from_registers,
-    )  # fmt: skip
+        GEMM_HOPPER,
+        *call,
+        share=share,
+        slots=slots,
+        rows=rows,
+        columns=columns,
+        channels=channels,
+        filters=filters,
+        stages=stages,
+        from_registers=from_registers,
+    )
 
 
 @CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
 def with_narrow_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 @CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
 def with_narrow_out_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, cache: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, pad_mode: str, residual: Tensor | None,
-    *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cache: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    pad_mode: str,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> Tensor:
     call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
     return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

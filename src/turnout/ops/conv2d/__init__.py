@@ -16,31 +16,59 @@ from turnout.routing.public import public
 
 
 def reference(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return with_residual(F.conv2d(input, weight, bias, stride, padding, dilation, groups), residual)
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
-    dilation: int | Sequence[int] = 1, groups: int = 1, residual: Tensor | None = None,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: shared.Padding = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    residual: Tensor | None = None,
+) -> tuple:
     """The reference's arguments of a public call."""
     return shared.arguments(F.conv2d, 2, input, weight, bias, stride, padding, dilation, groups, residual)
 
 
 CONV2D = Op(
-    "conv2d", reference, problem_type=shared.Conv2d, cost=reference_cost, work=work, cases="turnout.ops.conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=convolution_vjp, ambient=shared.torch_settings,
-)  # fmt: skip
+    "conv2d",
+    reference,
+    problem_type=shared.Conv2d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.conv2d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=convolution_vjp,
+    ambient=shared.torch_settings,
+)
 
 
 @public(CONV2D)
 def conv2d(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int | Sequence[int] = 1, padding: shared.Padding = 0,
-    dilation: int | Sequence[int] = 1, groups: int = 1, *, residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: shared.Padding = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    *,
+    residual: Tensor | None = None,
+) -> Tensor:
     """2-D convolution, exactly `torch.nn.functional.conv2d`: layouts, paddings in words, unbatched inputs,
     TF32 flags.
 

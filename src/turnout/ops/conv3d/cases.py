@@ -70,8 +70,15 @@ CALLS = [
 
 
 def conv2d_per_tap(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int, *_: Any,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    *_: Any,
+) -> Tensor:
     """The loop that models write: a 2-D convolution of all frames for each depth of the kernel, added up in
     the output's dtype.
     """

@@ -31,9 +31,15 @@ CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPE
 
 @CONV3D.route("depth-taps", **shared.DEPTH_TAPS)
 def depth_taps(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return shared.finished(by_depth_taps(*call), residual, torch_format(*call))
 
@@ -51,8 +57,16 @@ def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
     **shared.IN_TORCH,
 )
 def depth_chunks(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, frames: int = 8,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    frames: int = 8,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return shared.finished(by_depth_chunks(*call, torch_format(*call), frames), residual, torch_format(*call))

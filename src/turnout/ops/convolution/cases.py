@@ -54,10 +54,20 @@ def make_weight(
 
 
 def convolution_case(
-    source: str, size: Sequence[int], channels: tuple[int, int], dtype: torch.dtype = BF16, *, kernel: int | Sequence[int] = 3,
-    batch: int = 1, stride: int = 1, padding: int | Sequence[int] | None = None, dilation: int = 1, groups: int = 1,
-    layout: str = LAST, bias: bool = True,
-) -> Case:  # fmt: skip
+    source: str,
+    size: Sequence[int],
+    channels: tuple[int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    kernel: int | Sequence[int] = 3,
+    batch: int = 1,
+    stride: int = 1,
+    padding: int | Sequence[int] | None = None,
+    dilation: int = 1,
+    groups: int = 1,
+    layout: str = LAST,
+    bias: bool = True,
+) -> Case:
     """A convolution over `size` pixels with a padding that keeps it, unless one is given."""
     kernel = spread(kernel, len(size))
     padding = [d // 2 for d in kernel] if padding is None else spread(padding, len(size))
@@ -82,10 +92,16 @@ def convolution_case(
 
 
 def named(
-    size: Sequence[int], channels: tuple[int, int], kernel: Sequence[int], batch: int = 1, stride: int = 1, dilation: int = 1,
-    groups: int = 1, layout: str = LAST,
-) -> str:  # fmt: skip
-    """What a case is called: `4x480x832 96->96 3x3x3 channels-last`."""
+    size: Sequence[int],
+    channels: tuple[int, int],
+    kernel: Sequence[int],
+    batch: int = 1,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    layout: str = LAST,
+) -> str:
+    """The name of a case: `4x480x832 96->96 3x3x3 channels-last`."""
     parts = ["x".join(map(str, size)), f"{channels[0]}->{channels[1]}", "x".join(map(str, kernel))]
     parts += [
         f"{word} {n}"
@@ -121,18 +137,21 @@ def random_sizes(draw: random.Random, spatial: int) -> dict[str, Any]:
     stride = [1 if plain else draw.choice((1, 1, 2, 3)) for _ in range(spatial)]
     dilation = [1 if plain else draw.choice((1, 1, 2)) for _ in range(spatial)]
     padding = [k // 2 if plain else draw.choice((0, 1, 2)) for k in kernel]
-    if (
-        max(kernel) > 1 or groups > 1
-    ):  # oneDNN crashes on some calls in which outputs see nothing but padding (torch 2.13)
+    # oneDNN crashes on some calls in which outputs see nothing but padding (torch 2.13).
+    if max(kernel) > 1 or groups > 1:
         padding = [min(p, d * (k - 1)) for p, d, k in zip(padding, dilation, kernel, strict=True)]
     least = (max(1, d * (k - 1) + 1 - 2 * p) for k, d, p in zip(kernel, dilation, padding, strict=True))
     size = [n + draw.choice((0, 0, 1, 2, 4, 6)) for n in least]
     size = [_seen(*numbers) for numbers in zip(size, kernel, stride, padding, dilation, strict=True)]
     batch = draw.choice((1, 1, 1, 2, 3)) if draw.random() < 0.98 else 0
     return {
-        "shape": (batch, into, *size), "weight": (out, into // groups, *kernel), "stride": stride, "padding": padding,
-        "dilation": dilation, "groups": groups,
-    }  # fmt: skip
+        "shape": (batch, into, *size),
+        "weight": (out, into // groups, *kernel),
+        "stride": stride,
+        "padding": padding,
+        "dilation": dilation,
+        "groups": groups,
+    }
 
 
 def _seen(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
@@ -169,9 +188,9 @@ def random_bias(draw: random.Random, count: int, dtype: torch.dtype, device: tor
 
 def random_convolution(draw: random.Random, device: torch.device, spatial: int) -> tuple:
     """The public arguments of any valid call of conv2d or conv3d."""
-    found, dtype = random_sizes(draw, spatial), draw.choice(KINDS)
-    x, weight = (random_tensor(draw, found[name], dtype, device) for name in ("shape", "weight"))
-    numbers = (found["stride"], found["padding"], found["dilation"], found["groups"])
+    sizes, dtype = random_sizes(draw, spatial), draw.choice(KINDS)
+    x, weight = (random_tensor(draw, sizes[name], dtype, device) for name in ("shape", "weight"))
+    numbers = (sizes["stride"], sizes["padding"], sizes["dilation"], sizes["groups"])
     convolve = F.conv2d if spatial == 2 else F.conv3d
     residual = None
     if draw.random() < 0.2:

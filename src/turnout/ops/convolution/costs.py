@@ -35,13 +35,15 @@ def family(problem: Convolution) -> tuple[Any, int]:
     if problem.invalid() is not None:
         return problem, 0
     layouts = tuple(map(layout_of, *zip(*_tensors(problem), strict=True)))
-    same = problem._replace(input=problem.input[:2], input_strides=(), weight_strides=(), residual=None)
-    return (layouts, *same), prod(problem.output[2:])
+    without_sizes = problem._replace(
+        input=problem.input[:2], input_strides=(), weight_strides=(), residual=None
+    )
+    return (layouts, *without_sizes), prod(problem.output[2:])
 
 
 def _tensors(problem: Convolution) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    found = [(problem.input, problem.input_strides), (problem.weight, problem.weight_strides)]
-    return found if problem.residual is None else [*found, problem.residual[:2]]
+    tensors = [(problem.input, problem.input_strides), (problem.weight, problem.weight_strides)]
+    return tensors if problem.residual is None else [*tensors, problem.residual[:2]]
 
 
 def layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
@@ -132,7 +134,7 @@ def cpu_kernel(problem: Convolution, device: Device) -> float:
 
 
 def half_factor(dtype: torch.dtype, device: Device) -> float:
-    """How much slower a half type is in oneDNN than float32, with instructions for it or worked around."""
+    """The time of a half type in oneDNN as a multiple of that of float32."""
     fitted = device.fitted("convolution.torch")
     return (
         1.0
@@ -153,9 +155,8 @@ def cpu_reference(problem: Convolution, device: Device) -> float:
         fitted = device.fitted("convolution.torch")
         if problem.dtype is not torch.float32:
             return fitted.half_loop_start + problem.flops / fitted.half_loop / device.cores
-        columns = (
-            prod(problem.output[2:]) * prod(problem.weight[1:]) * 4
-        )  # unfolded; tiny ones stay in the cache
+        # The bytes of the unfolded input; a small one stays in the cache.
+        columns = prod(problem.output[2:]) * prod(problem.weight[1:]) * 4
         unfolding = columns / (fitted.loop_columns if columns > 2**20 else fitted.loop_columns_in_cache)
         return fitted.loop_start + unfolding + problem.flops / fitted.loop
     return cpu_kernel(problem, device) * (
@@ -238,16 +239,15 @@ def upcast_cost(problem: Convolution, device: Device) -> float:
 
 
 def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
-    """2-D kernels, one a depth; the sums of the others are read and written once more each."""
+    """The seconds of a 2-D kernel per depth tap; all but the first read and write the sums once more."""
     depth = problem.weight[2]
     added = 3 * (depth - 1) * work(problem).written
     if device.type == "cpu":
         fitted = device.fitted("convolution.methods")
         parts = depth * -(-prod((problem.weight[1], *problem.weight[3:])) // LONGEST_PART)
         kernels = cpu_kernel(problem, device) * (1.0 if device.has_avx512 else fitted.tap_avx2)
-        slices = (
-            prod(problem.weight) * fitted.tap_weight / device.cores
-        )  # most of the time where pixels are few
+        # Slicing the weight is most of the time where pixels are few.
+        slices = prod(problem.weight) * fitted.tap_weight / device.cores
         sums = added / fitted.tap_sums / device.cores
         return parts * fitted.tap_start + kernels + slices + sums + around(problem, device)
     flat = problem._replace(weight=(*problem.weight[:2], 1, *problem.weight[3:]))
@@ -265,7 +265,7 @@ def depth_taps_cost(problem: Convolution, device: Device) -> float | None:
 
 
 def depth_chunks_cost(problem: Convolution, device: Device) -> float | None:
-    """Torch's time and one more copy of the output: it pays where memory is short, or where a table says so."""
+    """Torch's time and one more copy of the output: it pays where memory is short or a table says so."""
     whole = reference_cost(problem, device)
     return None if whole is None else whole + copying(2 * prod(problem.output), problem, device)
 

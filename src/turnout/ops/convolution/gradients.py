@@ -9,9 +9,16 @@ from torch import Tensor
 
 
 def convolution_backward(
-    grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-    dilation: Sequence[int], groups: int, wants_input: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    wants_input: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of input, weight and bias."""
     wanted = [wants_input, weight.requires_grad, bias is not None and bias.requires_grad]
     sizes, no_more = None if bias is None else [bias.shape[0]], [0] * len(stride)
@@ -19,7 +26,7 @@ def convolution_backward(
         return None, None, None
     return torch.ops.aten.convolution_backward(
         grad, input, weight, sizes, stride, padding, dilation, False, no_more, groups, wanted
-    )  # fmt: skip
+    )
 
 
 def residual_gradient(grad: Tensor, residual: Tensor | None) -> Tensor | None:
@@ -30,7 +37,7 @@ def convolution_vjp(inputs: tuple, grads: tuple) -> tuple:
     """A gradient for each input of conv2d or conv3d."""
     input, weight, bias, stride, padding, dilation, groups, residual = inputs
     (grad,) = grads
-    found = convolution_backward(
+    gradients = convolution_backward(
         grad, input, weight, bias, stride, padding, dilation, groups, input.requires_grad
     )
-    return *found, None, None, None, None, residual_gradient(grad, residual)
+    return *gradients, None, None, None, None, residual_gradient(grad, residual)

@@ -32,15 +32,24 @@ def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | Non
     if device.type != "cpu":
         return
     if (dtype or problem.dtype) not in device.one_dnn:
-        yield f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, this route needs one"
+        yield (
+            f"no oneDNN kernel for {str(problem.dtype).removeprefix('torch.')} on this CPU, "
+            "this route needs one"
+        )
     reach = [d * (k - 1) for d, k in zip(problem.dilation, problem.weight[2:], strict=False)]
     if any(p > r for p, r in zip(problem.padding, reach, strict=False)):
-        yield f"padding {problem.padding} around a kernel that reaches {reach}, this route needs outputs that see some input"
+        yield (
+            f"padding {problem.padding} around a kernel that reaches {reach}, "
+            "this route needs outputs that see some input"
+        )
     if any(
         n < d and k > 1
         for n, d, k in zip(problem.input[2:], problem.dilation, problem.weight[2:], strict=False)
     ):
-        yield f"dilation {problem.dilation} of an input {list(problem.input[2:])}, this route needs outputs that see some input"
+        yield (
+            f"dilation {problem.dilation} of an input {list(problem.input[2:])}, "
+            "this route needs outputs that see some input"
+        )
 
 
 def on_torchs_own_loop(problem: Convolution, device: Device) -> bool:
@@ -66,7 +75,10 @@ def needs_sums_as_careful(problem: Convolution, device: Device, at_once: int, lo
         and on_torchs_own_loop(problem, device)
         and device.loop_adds_carefully
     ):
-        yield f"{at_once} products added up in one go where torch adds more carefully on this CPU, this route needs at most {longest}"
+        yield (
+            f"{at_once} products added up in one go where torch adds more carefully on this CPU, "
+            f"this route needs at most {longest}"
+        )
 
 
 def needs_sums_as_exact(
@@ -75,9 +87,9 @@ def needs_sums_as_exact(
     """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch
     takes elsewhere.
     """
-    same = problem.output_channels_last and not on_torchs_own_loop(problem, device)
+    keeps_layout = problem.output_channels_last and not on_torchs_own_loop(problem, device)
     longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
-    if device.type == "cpu" and problem.dtype is torch.float32 and not same and length > longest:
+    if device.type == "cpu" and problem.dtype is torch.float32 and not keeps_layout and length > longest:
         yield f"sums of {length} products where torch adds more carefully, this route needs at most {longest}"
 
 
@@ -101,7 +113,10 @@ def needs_even_channels(problem: Convolution, device: Device) -> Iterator[str]:
         and problem.weight[1:2]
         and problem.weight[1] % 2
     ):
-        yield f"{problem.weight[1]} channels in bfloat16, which let NaN pass to the next pixel, this route needs an even number"
+        yield (
+            f"{problem.weight[1]} channels in bfloat16, which let NaN pass to the next pixel, "
+            "this route needs an even number"
+        )
 
 
 def refuses_channels_last(problem: Convolution, device: Device) -> Iterator[str]:
@@ -127,7 +142,7 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
     if device.type != "cpu":
         yield f"device {device.name}, this route needs a CPU"
     elif problem.invalid() is None and not on_torchs_own_loop(problem, device):
-        yield "torch takes oneDNN by itself, this route needs a call that it keeps away from it"
+        yield "torch runs this call with oneDNN, this route needs a call that torch runs without oneDNN"
     elif not device.has_avx512:  # without it, channels first are added up in one go too
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
         yield from needs_sums_as_careful(problem, device, prod(problem.weight[1:]), SHORT_SUM)
@@ -175,7 +190,10 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
     if problem.groups > 1:  # whose channels are not added up in parts
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
         if 1 in (*problem.input[-2:], *problem.weight[-2:]):
-            yield f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, this route needs longer axes"
+            yield (
+                f"{problem.groups} groups and an axis of size one, which torch 2.13 gets wrong in 2-D, "
+                "this route needs longer axes"
+            )
     elif pixels == 1 or (frames or problem.input[2]) < problem.weight[2]:
         yield from needs_sums_as_exact(
             problem, device, problem.weight[1] * pixels, 32 if pixels == 1 else SHORT_SUM
@@ -190,10 +208,9 @@ def refuses_depth_chunks(problem: Convolution, device: Device) -> Iterator[str]:
     if problem.invalid() is None and problem.output[2] < 2:
         yield f"{problem.output[2]} output frames, this route needs at least 2"
     if device.type == "cpu" and problem.invalid() is None and on_torchs_own_loop(problem, device):
-        yield "torch keeps this call from oneDNN, this route needs one that it takes there"
-    if (
-        device.type == "cpu" and problem.groups > 1
-    ):  # in bfloat16 it reads beside them where a clip is part of a longer one (torch 2.13)
+        yield "torch runs this call without oneDNN, this route needs a call that torch runs with oneDNN"
+    # With groups oneDNN in bfloat16 reads outside of a clip that is part of a longer one (torch 2.13).
+    if device.type == "cpu" and problem.groups > 1:
         yield f"{problem.groups} groups, this route needs 1 on a CPU"
 
 
@@ -220,7 +237,10 @@ def refuses_winograd(problem: Convolution, device: Device) -> Iterator[str]:
         or any(d != 1 for d in problem.dilation[-2:])
         or problem.groups != 1
     ):
-        yield f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, this route needs 1 of all"
+        yield (
+            f"stride {problem.stride}, dilation {problem.dilation}, {problem.groups} groups, "
+            "this route needs 1 of all"
+        )
 
 
 EXACT_FIRST = ("ieee", "tf32", "bf16")  # how float32 may be multiplied

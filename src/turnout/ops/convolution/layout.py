@@ -39,22 +39,41 @@ def torch_format(
     if is_planning():
         return plain_format(input, weight)
     key = (
-        torch_format, input.device, input.dtype, input.shape, input.stride(), weight.shape, weight.stride(), bias is None,
-        *stride, *padding, *dilation, groups, torch.backends.cudnn.enabled,
-    )  # fmt: skip
+        torch_format,
+        input.device,
+        input.dtype,
+        input.shape,
+        input.stride(),
+        weight.shape,
+        weight.stride(),
+        bias is None,
+        *stride,
+        *padding,
+        *dilation,
+        groups,
+        torch.backends.cudnn.enabled,
+    )
 
     def ask() -> torch.memory_format:
         backend = _backend(
-            input, weight, bias=bias, stride=stride, padding=padding, dilation=dilation, transposed=False,
-            output_padding=[0] * len(stride), groups=groups, bias_sizes=None,
-        )  # fmt: skip
+            input,
+            weight,
+            bias=bias,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            transposed=False,
+            output_padding=[0] * len(stride),
+            groups=groups,
+            bias_sizes=None,
+        )
         return _format(input, weight, backend)
 
     return kept(key, ask)
 
 
 def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    """What cuDNN and oneDNN do: channels last where the input or the weight is."""
+    """The format cuDNN and oneDNN return: channels last where the input or the weight is."""
     last = any(channels_last(tuple(x.shape), x.stride()) for x in (input, weight))
     return LAST[input.dim()] if last else FIRST
 
@@ -116,7 +135,7 @@ def dense_strides(shape: Sequence[int], format: torch.memory_format) -> tuple[in
 
 
 def channels_side_by_side(x: Tensor) -> Tensor:
-    """The same tensor, channels last."""
+    """A tensor with channels last, as it is or copied."""
     return x.contiguous(memory_format=LAST[x.dim()])
 
 

@@ -123,14 +123,20 @@ def by_depth_taps(
 
 
 def of_pieces(
-    pieces: list[Frames], outputs: int, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers,
+    pieces: list[Frames],
+    outputs: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
     groups: int,
-) -> Tensor:  # fmt: skip
-    """The same for clips that lie in several pieces."""
+) -> Tensor:
+    """Convolve clips that lie in several pieces by depth taps."""
     count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, groups)
     clips = []
     for n in range(count):
-        parts = []  # first output, end, what they see, by which weight
+        parts = []  # (first output, end, frames that they use, weight)
         for channel in range(0, weight.shape[1], share):
             for values, start in pieces:
                 frames = channels_side_by_side(
@@ -143,29 +149,24 @@ def of_pieces(
                     seen = frames[frame : frame + (end - first - 1) * stride[0] + 1 : stride[0]]
                     if end > first:
                         parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
-        parts.sort(
-            key=lambda part: part[0] - part[1]
-        )  # the one that reaches most outputs comes first and carries the bias
-        clips.append(
-            _of_parts(
-                parts,
-                outputs,
-                pieces[0].values.shape[3:],
-                weight,
-                bias,
-                stride[1:],
-                padding[1:],
-                dilation[1:],
-                groups,
-            )
-        )
+        # The part that reaches most outputs comes first and adds the bias.
+        parts.sort(key=lambda part: part[0] - part[1])
+        numbers = (stride[1:], padding[1:], dilation[1:], groups)
+        clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, *numbers))
     return (clips[0].unsqueeze_(0) if count == 1 else torch.stack(clips)).transpose_(1, 2)
 
 
 def _of_parts(
-    parts: list[tuple[int, int, Tensor, Tensor]], outputs: int, size: Numbers, weight: Tensor, bias: Tensor | None, stride: Numbers,
-    padding: Numbers, dilation: Numbers, groups: int,
-) -> Tensor:  # fmt: skip
+    parts: list[tuple[int, int, Tensor, Tensor]],
+    outputs: int,
+    size: Numbers,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+) -> Tensor:
     """One clip, `[D', Cout, H', W']`."""
     if parts and parts[0][1] - parts[0][0] == outputs:
         (_, _, seen, taps), *parts = parts
@@ -203,7 +204,7 @@ def _add(
         input, weight = channels_side_by_side(input), channels_side_by_side(weight)
         torch.ops.mkldnn._convolution_pointwise_.binary(
             y, input, weight, None, padding, stride, dilation, groups, "add", 1.0, None, [], None
-        )  # fmt: skip
+        )
     else:
         y += vendor(input, weight, None, stride, padding, dilation, groups)
 
@@ -219,9 +220,16 @@ def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
 
 
 def by_depth_chunks(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, dilation: Numbers, groups: int,
-    format: torch.memory_format, frames: int,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Numbers,
+    padding: Numbers,
+    dilation: Numbers,
+    groups: int,
+    format: torch.memory_format,
+    frames: int,
+) -> Tensor:
     """The vendor's 3-D kernel over `frames` output frames at a time: beside the output, it needs memory for
     one group only.
     """
@@ -281,7 +289,7 @@ def by_matmul(
 
 
 def _product(pixels: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`[N, Cin, ...]` times `[Cout, Cin]`, in the layout of the pixels: as rows of channels, or as columns."""
+    """Multiply `[N, Cin, ...]` by `[Cout, Cin]` in the layout of the pixels: rows of channels, or columns."""
     if channels_last(tuple(pixels.shape), pixels.stride()):
         return F.linear(pixels.movedim(1, -1), weight, bias).movedim(-1, 1)
     columns = pixels.flatten(2)

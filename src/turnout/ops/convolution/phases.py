@@ -25,13 +25,11 @@ from turnout.ops.convolution.problem import channels_last
 class Axis(NamedTuple):
     """One axis of the image."""
 
-    starts: tuple[
-        int, ...
-    ]  # for each phase, the first row its window sees, counted from the row of its output
+    # For each phase the first row of its window, counted from the row of its output.
+    starts: tuple[int, ...]
     length: int  # of the longest window
-    sums: tuple[
-        tuple[tuple[int, ...], ...], ...
-    ]  # [phase][row of the window]: which rows of the kernel fall on it
+    # [phase][row of the window]: the rows of the kernel that fall on it.
+    sums: tuple[tuple[tuple[int, ...], ...], ...]
 
     @staticmethod
     @functools.lru_cache(256)
@@ -58,7 +56,7 @@ class Axis(NamedTuple):
 
     @property
     def step(self) -> int:
-        """How much further down each phase's window starts than the one before."""
+        """The rows from the start of one phase's window to that of the next."""
         return self.starts[1] - self.starts[0] if len(self.starts) > 1 else 0
 
     def padding(self, size: int, outputs: int) -> int:
@@ -67,8 +65,9 @@ class Axis(NamedTuple):
 
 
 def phase_weights(weight: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """`[Cout, Cin, KH, KW]` to `[phases of rows, phases of columns, Cout, Cin, rows, columns]`, added up in a
-    wider type.
+    """Add up the weights that meet the same pixel, in a wider type.
+
+    `[Cout, Cin, KH, KW]` becomes `[phases of rows, phases of columns, Cout, Cin, rows, columns]`.
     """
     high, wide = axes
     # A matrix of zeros and ones: halves are exact in float32, TF32 included, and their sums are rounded once.
@@ -76,18 +75,14 @@ def phase_weights(weight: Tensor, axes: Sequence[Axis]) -> Tensor:
     in_float64 = weight.dtype in (torch.float32, torch.float64) or weight.is_cpu
     exact = torch.float64 if in_float64 else torch.float32
     place = _places(high, wide, weight.shape[2], weight.shape[3], exact, weight.device)
-    flat = (
-        weight.permute(0, 2, 3, 1).reshape(weight.shape[0], -1, weight.shape[1]).to(exact)
-    )  # [Cout, KH * KW, Cin]
+    cout, cin = weight.shape[:2]
+    flat = weight.permute(0, 2, 3, 1).reshape(cout, -1, cin).to(exact)  # [Cout, KH * KW, Cin]
     summed = torch.matmul(place, flat)  # [Cout, phases * phases * rows * columns, Cin]
     parts = (len(high.starts), len(wide.starts), high.length, wide.length)
     # In memory: phases, Cout, rows, columns, Cin, so that all phases are filters of one channels-last weight.
     ordered = summed.unflatten(1, parts).permute(1, 2, 0, 3, 4, 5)
-    return (
-        torch.empty(ordered.shape, dtype=weight.dtype, device=weight.device)
-        .copy_(ordered)
-        .permute(0, 1, 2, 5, 3, 4)
-    )
+    packed = torch.empty(ordered.shape, dtype=weight.dtype, device=weight.device).copy_(ordered)
+    return packed.permute(0, 1, 2, 5, 3, 4)
 
 
 @functools.lru_cache(maxsize=32)
@@ -99,9 +94,13 @@ def _places(
     """
     values = [
         float(y in high.sums[a][u] and x in wide.sums[b][v])
-        for a in range(len(high.starts)) for b in range(len(wide.starts)) for u in range(high.length) for v in range(wide.length)
-        for y in range(rows) for x in range(columns)
-    ]  # fmt: skip
+        for a in range(len(high.starts))
+        for b in range(len(wide.starts))
+        for u in range(high.length)
+        for v in range(wide.length)
+        for y in range(rows)
+        for x in range(columns)
+    ]
     return torch.tensor(values, dtype=dtype, device="cpu").reshape(-1, rows * columns).to(device)
 
 
@@ -119,18 +118,17 @@ def by_phases(
     ]
     filters = phase_weights(weight, axes).flatten(0, 2)
     biases = None if bias is None else bias.repeat(scale * scale)
-    first = input.device.type == "cpu" and not channels_last(
-        tuple(input.shape), input.stride()
-    )  # there its sums lose fewer digits
+    # On a CPU sums lose fewer digits with channels first.
+    first = input.is_cpu and not channels_last(tuple(input.shape), input.stride())
     pixels, filters = (in_format(x, FIRST) if first else channels_side_by_side(x) for x in (input, filters))
     z = vendor(pixels, filters, biases, [1, 1], pads, [1, 1], 1)
     # z holds phase (a, b) of output block (i, j) at pixel (i + starts[a] + pad, j + starts[b] + pad).
-    each, (n, c, y, x) = out.shape[1], z.stride()
+    cout, (n, c, y, x) = out.shape[1], z.stride()
     first_y, first_x = (axis.starts[0] + pad for axis, pad in zip(axes, pads, strict=True))
     picked = z.as_strided(
-        (out.shape[0], each, counts[0], scale, counts[1], scale),
-        (n, c, y, axes[0].step * y + scale * each * c, x, axes[1].step * x + each * c),
+        (out.shape[0], cout, counts[0], scale, counts[1], scale),
+        (n, c, y, axes[0].step * y + scale * cout * c, x, axes[1].step * x + cout * c),
         z.storage_offset() + first_y * y + first_x * x,
-    )  # fmt: skip
+    )
     out.unflatten(3, (counts[1], scale)).unflatten(2, (counts[0], scale)).copy_(picked)
     return out

@@ -78,14 +78,31 @@ class Convolution(NamedTuple):
 
     @classmethod
     def of(
-        cls, input: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
-        dilation: Sequence[int], groups: int, residual: Tensor | None,
-    ) -> Convolution:  # fmt: skip
+        cls,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        residual: Tensor | None,
+    ) -> Convolution:
         return cls(
-            tuple(input.shape), tuple(weight.shape), input.stride(), weight.stride(), input.dtype, weight.dtype,
-            None if bias is None else bias.dtype, tuple(stride), tuple(padding), tuple(dilation), groups,
-            Beside.of(residual), Float32.of(input),
-        )  # fmt: skip
+            tuple(input.shape),
+            tuple(weight.shape),
+            input.stride(),
+            weight.stride(),
+            input.dtype,
+            weight.dtype,
+            None if bias is None else bias.dtype,
+            tuple(stride),
+            tuple(padding),
+            tuple(dilation),
+            groups,
+            Beside.of(residual),
+            Float32.of(input),
+        )
 
     @property
     def spatial(self) -> int:
@@ -131,22 +148,37 @@ class Convolution(NamedTuple):
         """
         spatial = self.dimensions
         if len(self.weight) != spatial + 2 or len(self.input) != spatial + 2:
-            return f"an input of {len(self.input)} and a weight of {len(self.weight)} dimensions, this route needs {spatial + 2} of both"
-        if any(len(given) != spatial for given in (self.stride, self.padding, self.dilation)):
-            return f"stride {self.stride}, padding {self.padding}, dilation {self.dilation}, this route needs {spatial} numbers each"
+            return (
+                f"an input of {len(self.input)} and a weight of {len(self.weight)} dimensions, "
+                f"this route needs {spatial + 2} of both"
+            )
+        if any(len(numbers) != spatial for numbers in (self.stride, self.padding, self.dilation)):
+            return (
+                f"stride {self.stride}, padding {self.padding}, dilation {self.dilation}, "
+                f"this route needs {spatial} numbers each"
+            )
         if min(self.stride) < 1 or min(self.dilation) < 1 or min(self.padding) < 0 or self.groups < 1:
             return (
                 "a stride, padding, dilation or groups below its least, this route needs a valid convolution"
             )
         if self.weight[1] * self.groups != self.input[1] or self.weight[0] % self.groups:
-            return f"{self.input[1]} channels and weight {list(self.weight)} in {self.groups} groups, this route needs them to fit"
+            return (
+                f"{self.input[1]} channels and weight {list(self.weight)} in {self.groups} groups, "
+                "this route needs them to fit"
+            )
         if not prod(self.input) or not prod(self.weight) or min(self.output) < 1:
-            return f"input {list(self.input)} and weight {list(self.weight)}, this route needs an output of at least one element"
+            return (
+                f"input {list(self.input)} and weight {list(self.weight)}, "
+                "this route needs an output of at least one element"
+            )
         if self.residual is not None and (self.residual.shape, self.residual.dtype) != (
             self.output,
             self.dtype,
         ):
-            return f"a residual {list(self.residual.shape)}, this route needs it like the output, {list(self.output)}"
+            return (
+                f"a residual {list(self.residual.shape)}, "
+                f"this route needs it like the output, {list(self.output)}"
+            )
         return None
 
 
@@ -199,9 +231,17 @@ Padding = int | Sequence[int] | str
 
 
 def arguments(
-    convolve: Callable[..., Tensor], dimensions: int, input: Tensor, weight: Tensor, bias: Tensor | None, stride: int | Sequence[int],
-    padding: Padding, dilation: int | Sequence[int], groups: int, residual: Tensor | None,
-) -> tuple:  # fmt: skip
+    convolve: Callable[..., Tensor],
+    dimensions: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: int | Sequence[int],
+    padding: Padding,
+    dilation: int | Sequence[int],
+    groups: int,
+    residual: Tensor | None,
+) -> tuple:
     """The reference's arguments of a public call: numbers for every dimension, a batch, no words.
 
     `convolve` is torch's own function.

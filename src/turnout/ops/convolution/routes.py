@@ -30,9 +30,12 @@ ONE_DNN: Any = {
 UPCAST: Any = {"refuses": guards.refuses_upcast, "cost": costs.upcast_cost, **IN_TORCH}
 POINTWISE: Any = {"refuses": guards.refuses_pointwise, "cost": costs.pointwise_cost, **IN_TORCH}
 WINOGRAD: Any = {
-    "refuses": guards.refuses_winograd, "cost": costs.winograd_cost, "numerics": "close", "version": 2,
+    "refuses": guards.refuses_winograd,
+    "cost": costs.winograd_cost,
+    "numerics": "close",
+    "version": 2,
     "kernels": WINOGRAD_KERNELS,
-}  # fmt: skip
+}
 DEPTH_TAPS: Any = {"refuses": guards.refuses_depth_taps, "cost": costs.depth_taps_cost, **IN_TORCH}
 
 
@@ -43,17 +46,29 @@ def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) ->
 
 
 def with_channels_last(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return finished(in_channels_last(*call), residual, torch_format(*call))
 
 
 def with_one_dnn(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Channels first: there oneDNN adds up as carefully as torch's own loop does, with AVX-512. Without it
     sums begin with the bias, which is lost in their last digits (1.8 times the error where it is as large as
     they are)."""
@@ -65,25 +80,43 @@ def with_one_dnn(
 
 
 def with_float32(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return finished(in_float32(*call), residual, torch_format(*call))
 
 
 @returns_own
 def with_matmul(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     format = torch_format(input, weight, bias, stride, padding, dilation, groups)
     return finished(by_matmul(input, weight, bias, stride, padding), residual, format)
 
 
 def with_winograd(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
     residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
     return finished(by_winograd(*call), residual, torch_format(*call))

@@ -29,9 +29,16 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
 reference_cost = shared.cost("dot.reference", "cuda", "cpu")
 
 DOT = Op(
-    "dot", reference, problem_type=Dot, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.dot.cases", family=shared.family, autocast="ignore", builtin=torch.dot
-)  # fmt: skip
+    "dot",
+    reference,
+    problem_type=Dot,
+    cost=reference_cost,
+    work=shared.work,
+    cases="turnout.ops.dot.cases",
+    family=shared.family,
+    autocast="ignore",
+    builtin=torch.dot,
+)
 
 
 @public(DOT)

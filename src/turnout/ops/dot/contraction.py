@@ -161,20 +161,30 @@ def two_stage_configs(problem: Any, device: Device) -> list[dict[str, int]]:
 
 
 SINGLE_LAUNCH: Any = {
-    "refuses": refuses_on_gpu, "cost": single_launch_cost, "configs": single_launch_configs, "prepare": prepare_from_plan,
-    "numerics": "close", "version": 1,
+    "refuses": refuses_on_gpu,
+    "cost": single_launch_cost,
+    "configs": single_launch_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
-}  # fmt: skip
+}
 TWO_STAGE: Any = {
-    "refuses": refuses_on_gpu, "cost": cost("dot.two-stage", "cuda"),
-    "configs": two_stage_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
+    "refuses": refuses_on_gpu,
+    "cost": cost("dot.two-stage", "cuda"),
+    "configs": two_stage_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
     "kernels": ("turnout.ops.dot.kernels:dot_chunks",),
-}  # fmt: skip
+}
 CPU_CHUNKS: Any = {
-    "refuses": refuses_on_cpu, "numerics": "close", "version": 1,
+    "refuses": refuses_on_cpu,
+    "numerics": "close",
+    "version": 1,
     "cost": cost("dot.cpu-chunks", "cpu"),
     "kernels": ["turnout.ops.dot.cpu_kernels:sum_chunks"],
-}  # fmt: skip
+}
 
 
 # Running. Everything but the tensors' addresses follows from the problem and the configuration, so it is

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
@@ -41,9 +42,15 @@ class GroupNormSilu(NamedTuple):
     ) -> GroupNormSilu:
         check(x, groups, weight, bias, out)
         return GroupNormSilu(
-            tuple(x.shape), x.stride(), fresh_strides(x) if out is None else out.stride(), groups, x.dtype,
-            None if weight is None else weight.dtype, None if bias is None else bias.dtype, silu,
-        )  # fmt: skip
+            tuple(x.shape),
+            x.stride(),
+            fresh_strides(x) if out is None else out.stride(),
+            groups,
+            x.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            silu,
+        )
 
     @property
     def elements(self) -> int:
@@ -80,11 +87,13 @@ def check(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, ou
             continue
         if tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}"
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"it needs to be [{channels}] on {x.device}"
             )
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}, it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, "
+            f"it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
         )
 
 
@@ -102,6 +111,8 @@ def normalised(
         return _empty_norm(x, weight, bias)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
+    if forward_ad._current_level >= 0:
+        x = x.contiguous()  # torch's forward derivative takes no other (2.13)
     if all(given is None or given.dtype == x.dtype for given in (weight, bias)):
         y = torch.group_norm(x, groups, weight, bias, eps)
     else:
@@ -167,9 +178,8 @@ class Axis(NamedTuple):
     out_step: int
 
 
-LARGE_ON_CPU = (
-    2**24
-)  # bytes of an x that does not stay in the cache; what is made of it is then memory not used before
+# Bytes from which x does not stay in a CPU's cache, and its output is memory that was not used before.
+LARGE_ON_CPU = 2**24
 MOST_AXES = 3  # of positions that have gaps between them
 ONE = Axis(1, 1, 0, 0, 0)
 
@@ -182,11 +192,14 @@ def axes(
 
     shape and strides are x's; padding is as in `torch.nn.functional.pad`, the last dimension first.
 
-    >>> axes((1, 4, 2, 3, 5), (120, 1, 60, 20, 4), (420, 1, 140, 28, 4))  # inside of one more pixel on each side
-    [Axis(size=2, x_size=2, before=0, x_step=60, out_step=140), Axis(size=3, x_size=3, before=0, x_step=20, out_step=28), \
+    >>> x = (1, 4, 2, 3, 5), (120, 1, 60, 20, 4)  # shape and strides
+    >>> axes(*x, (420, 1, 140, 28, 4))  # into the inside of a picture with one more pixel on each side
+    [Axis(size=2, x_size=2, before=0, x_step=60, out_step=140), \
+Axis(size=3, x_size=3, before=0, x_step=20, out_step=28), \
 Axis(size=5, x_size=5, before=0, x_step=4, out_step=4)]
-    >>> axes((1, 4, 2, 3, 5), (120, 1, 60, 20, 4), (180, 1, 60, 20, 4), (0, 0, 0, 0, 1, 0))[1:]  # one more frame
-    [Axis(size=3, x_size=2, before=1, x_step=60, out_step=60), Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
+    >>> axes(*x, (180, 1, 60, 20, 4), (0, 0, 0, 0, 1, 0))[1:]  # one more frame
+    [Axis(size=3, x_size=2, before=1, x_step=60, out_step=60), \
+Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
     """
     befores, afters = list(reversed(padding[::2])), list(reversed(padding[1::2]))
     missing = len(shape) - 2 - len(befores)
@@ -258,21 +271,40 @@ def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:
 
 
 GROUP_NORM_SILU = Op(
-    "group_norm_silu", reference, problem_type=GroupNormSilu, cost=reference_cost, work=work,
-    cases="turnout.ops.group_norm_silu.cases", family=family, autocast="ignore",
-)  # fmt: skip
+    "group_norm_silu",
+    reference,
+    problem_type=GroupNormSilu,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.group_norm_silu.cases",
+    family=family,
+    autocast="ignore",
+)
 
 GROUP_NORM_SILU_INTO = Op(
-    "group_norm_silu_into", reference_into, problem_type=GroupNormSiluInto, cost=reference_cost, work=work,
-    cases="turnout.ops.group_norm_silu.cases_into", family=family, autocast="ignore", mutates=("out",),
-)  # fmt: skip
+    "group_norm_silu_into",
+    reference_into,
+    problem_type=GroupNormSiluInto,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.group_norm_silu.cases_into",
+    family=family,
+    autocast="ignore",
+    mutates=("out",),
+)
 
 
 @public(GROUP_NORM_SILU, GROUP_NORM_SILU_INTO)
 def group_norm_silu(
-    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5, silu: bool = True,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    silu: bool = True,
     out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`silu(group_norm(x))` in two launches, in any memory format; `silu=False` leaves the activation out.
 
     x: `[B, C, ...]`; weight, bias: `[C]` or None. Moments are taken in float32 and hold where the mean is far

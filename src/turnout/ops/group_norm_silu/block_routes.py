@@ -89,12 +89,14 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
 
 
 ON_CPU: Any = {
-    "cost": cost, "numerics": "close", "version": 1,
+    "cost": cost,
+    "numerics": "close",
+    "version": 1,
     "kernels": [
         f"turnout.ops.group_norm_silu.cpu_kernels:{name}"
         for name in ("row_sums", "line_sums", "combine", "apply_rows", "apply_lines", "apply_spatial")
     ],
-}  # fmt: skip
+}
 
 
 def moments(x: Tensor, groups: int, eps: float) -> Tensor:
@@ -144,9 +146,16 @@ def in_blocks_padded(
 
 @SPATIAL_NORM_SILU.route(NAME, refuses=refuses_spatial, **ON_CPU)
 def in_blocks_scaled(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    silu: bool,
     first_apart: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     return normalise_scaled(
         x, moments(x, groups, eps), weight, bias, scale, shift, silu=silu, first_apart=first_apart
     )
@@ -164,7 +173,10 @@ def refuses_on_gpu(
         yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
     for name, strides in (("x", problem.strides), ("the output", problem.out_strides)):
         if steps_of(problem.shape, strides) is None:
-            yield f"{name} with strides {list(strides)}, this route needs dimensions before the rows that are one walk"
+            yield (
+                f"{name} with strides {list(strides)}, "
+                "this route needs dimensions before the rows that are one walk"
+            )
     yield from shared.refuses_sizes(channels // problem.groups, prod(problem.shape[2:]))
 
 
@@ -225,8 +237,15 @@ def on_gpu_padded(
 
 @SPATIAL_NORM_SILU.route(NAME_ON_GPU, **ON_GPU)
 def on_gpu_scaled(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    silu: bool,
     first_apart: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     y = norm_on_gpu(x, groups, weight, bias, eps, False, torch.empty_like(x))
     return scaled(y, scale, shift, silu, first_apart)

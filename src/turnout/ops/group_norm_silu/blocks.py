@@ -79,7 +79,8 @@ def blocks_of(shape: Sequence[int], where: Where) -> tuple[int, int]:
         step, end = grain(all_of_them), first + size
         if first < 0 or end > all_of_them or first % step or (end % step and end != all_of_them):
             raise ValueError(
-                f"{name} {first} to {end} of {all_of_them}, a part needs to begin and to end at multiples of {step} or where the whole ends"
+                f"{name} {first} to {end} of {all_of_them}, "
+                f"a part needs to begin and to end at multiples of {step} or where the whole ends"
             )
         counts.append(-(-size // step))
     return counts[0], counts[1]
@@ -168,8 +169,8 @@ def normalise(
     lengths, (x_steps, out_steps) = folded(sizes, x.stride()[2:], out.stride()[2:])
     if len(lengths) > 3:
         raise ValueError(
-            f"strides {x.stride()} and {out.stride()} of {list(x.shape)}: positions in {len(lengths)} dimensions that do"
-            " not fold, at most 3 can be walked; make x contiguous"
+            f"strides {x.stride()} and {out.stride()} of {list(x.shape)}: positions in {len(lengths)} "
+            "dimensions that do not fold, at most 3 can be walked; make x contiguous"
         )
     sizes, x_steps, out_steps = _three(lengths, 1), _three(x_steps, 0), _three(out_steps, 0)
     norm, positions = _norm(moments, channels, weight, bias), prod(sizes)
@@ -196,9 +197,16 @@ def normalise(
 
 
 def normalise_scaled(
-    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor,
-    *, silu: bool = True, first_apart: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    silu: bool = True,
+    first_apart: bool = False,
+) -> Tensor:
     """`normalise`, then times scale, plus shift, before SiLU: as `spatial_norm_silu`. On a CPU the channels
     of an x that has them apart are put side by side first, and back."""
     if x.device.type != "cpu":
@@ -222,9 +230,23 @@ def normalise_scaled(
     steps = [tuple([0] * missing + list(t.stride()[2:])) for t in (x, out)]
     sizes = tuple([1] * missing + sizes)
     work = functools.partial(
-        kernels.apply_spatial, flat(x), x.stride(0), steps[0], _norm(moments, channels, weight, bias), flat(scale), places[0],
-        scale.stride(0), flat(shift), places[1], shift.stride(0), flat(out), out.stride(0), steps[1], sizes, silu,
-    )  # fmt: skip
+        kernels.apply_spatial,
+        flat(x),
+        x.stride(0),
+        steps[0],
+        _norm(moments, channels, weight, bias),
+        flat(scale),
+        places[0],
+        scale.stride(0),
+        flat(shift),
+        places[1],
+        shift.stride(0),
+        flat(out),
+        out.stride(0),
+        steps[1],
+        sizes,
+        silu,
+    )
     in_shares(work, batch * prod(sizes))
     return result if out is result else result.copy_(out)
 

@@ -39,17 +39,32 @@ CALLS = [
     case("tiny", FLUX, (2, 8, 3, 5), LAST, FP32, groups=4).only_for_tests(),
     case("tiny", FLUX, (1, 6, 4, 4), FIRST, FP16, groups=3).only_for_tests(),
     case("tiny", "HunyuanVideo VAE", (1, 12, 2, 3, 4), LAST, FP32, groups=4).only_for_tests(),
-    *(case("flux", FLUX, shape, layout) for layout in (LAST, FIRST) for shape in (
-        (1, 512, 128, 128), (1, 512, 256, 256), (1, 512, 512, 512), (1, 256, 512, 512), (1, 256, 1024, 1024), (1, 128, 1024, 1024),
-    )),
-    case("attention", "Flux VAE, before the attention of the middle block", (1, 512, 128, 128), FIRST, silu=False),
+    *(
+        case("flux", FLUX, shape, layout)
+        for layout in (LAST, FIRST)
+        for shape in (
+            (1, 512, 128, 128),
+            (1, 512, 256, 256),
+            (1, 512, 512, 512),
+            (1, 256, 512, 512),
+            (1, 256, 1024, 1024),
+            (1, 128, 1024, 1024),
+        )
+    ),
+    case(
+        "attention",
+        "Flux VAE, before the attention of the middle block",
+        (1, 512, 128, 128),
+        FIRST,
+        silu=False,
+    ),
     case("batch", "SDXL UNet, two pictures", (2, 1280, 32, 32), FIRST),
     case("batch", "SDXL UNet, two pictures", (2, 640, 64, 64), LAST),
     *(case("video", "HunyuanVideo VAE", (1, 128, 20, 256, 256), layout) for layout in (LAST, FIRST)),
     case("flux", FLUX, (1, 128, 1024, 1024), LAST, FP16),
     case("flux", FLUX, (1, 128, 1024, 1024), LAST, FP32),
     case("flux on a CPU", "Flux VAE, 128 x 128", (1, 128, 128, 128), FIRST, FP32).only_on_a_cpu(),
-]  # fmt: skip
+]
 
 
 def inside_border(x: Tensor, before: int = 2, edge: int = 1) -> Tensor:

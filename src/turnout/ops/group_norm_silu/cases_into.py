@@ -16,9 +16,15 @@ from turnout.routing.case import Case, Cases, small_integers
 
 
 def case(
-    name: str, shape: tuple[int, ...], layout: str, dtype: torch.dtype = torch.bfloat16, *, groups: int = 32,
-    place: Callable[[Tensor], Tensor] = behind_cache, gapped: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    shape: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    groups: int = 32,
+    place: Callable[[Tensor], Tensor] = behind_cache,
+    gapped: bool = False,
+) -> Case:
     """x in a buffer of its own, or itself inside a border where `gapped`; `place` makes the output."""
     source = HUNYUAN if place is inside_border else "HunyuanVideo VAE"
     fresh = cases.case(name, source, shape, layout, dtype, groups=groups)
@@ -34,9 +40,14 @@ HUNYUAN = "HunyuanVideo VAE, 544 x 960, 33 frames"
 # Its norms, from the middle block to the last, of 5 latent frames: diffusers decodes them in tiles of that
 # many unless told otherwise. Then the largest in one piece.
 SHAPES = (
-    (1, 512, 5, 68, 120), (1, 512, 5, 136, 240), (1, 512, 9, 272, 480), (1, 256, 9, 272, 480), (1, 256, 17, 544, 960),
-    (1, 128, 17, 544, 960), (1, 128, 33, 544, 960),
-)  # fmt: skip
+    (1, 512, 5, 68, 120),
+    (1, 512, 5, 136, 240),
+    (1, 512, 9, 272, 480),
+    (1, 256, 9, 272, 480),
+    (1, 256, 17, 544, 960),
+    (1, 128, 17, 544, 960),
+    (1, 128, 33, 544, 960),
+)
 
 CALLS = [
     case("tiny", (2, 12, 2, 3, 5), LAST, torch.float32, groups=4).only_for_tests(),

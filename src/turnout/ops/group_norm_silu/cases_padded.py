@@ -19,9 +19,15 @@ AROUND = (1, 1, 1, 1, 2, 0)  # a pixel on each side, two frames before the first
 
 
 def case(
-    name: str, shape: tuple[int, ...], layout: str = LAST, dtype: torch.dtype = torch.bfloat16, *,
-    groups: int = 32, padding: tuple[int, ...] = AROUND, mode: str = "replicate",
-) -> Case:  # fmt: skip
+    name: str,
+    shape: tuple[int, ...],
+    layout: str = LAST,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    groups: int = 32,
+    padding: tuple[int, ...] = AROUND,
+    mode: str = "replicate",
+) -> Case:
     fresh = cases.case(name, cases_into.HUNYUAN, shape, layout, dtype, groups=groups)
 
     def make(device: torch.device, seed: int) -> tuple:

@@ -19,9 +19,16 @@ COG = "CogVideoX VAE, 480 x 720, a chunk of two latent frames"
 
 
 def case(
-    name: str, shape: tuple[int, ...], small: tuple[int, ...], layout: str = LAST, dtype: torch.dtype = torch.bfloat16, *,
-    groups: int = 32, silu: bool = True, first_apart: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    shape: tuple[int, ...],
+    small: tuple[int, ...],
+    layout: str = LAST,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    groups: int = 32,
+    silu: bool = True,
+    first_apart: bool = False,
+) -> Case:
     """small: the sizes of scale and shift behind the channels."""
     fresh = cases.case(name, COG, shape, layout, dtype, groups=groups, silu=silu)
 
@@ -50,9 +57,16 @@ CALLS = [
 
 
 def eager(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    silu: bool,
     first_apart: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """PyTorch's norm, then scale and shift as large as x, as diffusers has them, and its activation."""
     large = []
     for small in (scale, shift):

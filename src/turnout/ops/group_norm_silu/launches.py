@@ -51,9 +51,19 @@ def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
 
 @worked_out_once
 def rows_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
-    columns: int, rows: int, unroll: int, waves: int, walks: int,
-) -> Plan:  # fmt: skip
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    groups: int,
+    itemsize: int,
+    off: int,
+    units: int,
+    columns: int,
+    rows: int,
+    unroll: int,
+    waves: int,
+    walks: int,
+) -> Plan:
     """Channels side by side: `waves` and `walks` programs for each multiprocessor take moments and apply
     them, `unroll` tiles of `rows` rows and about `columns` channels at a time."""
     from turnout.ops.group_norm_silu.kernels import row_apply, row_moments
@@ -82,9 +92,17 @@ def rows_plan(
 
 @worked_out_once
 def planes_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int, units: int,
-    lanes: int, unroll: int, waves: int,
-) -> Plan:  # fmt: skip
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    groups: int,
+    itemsize: int,
+    off: int,
+    units: int,
+    lanes: int,
+    unroll: int,
+    waves: int,
+) -> Plan:
     """Positions side by side: `waves` programs for each multiprocessor take moments, `unroll` tiles of
     `lanes` positions at a time; then every program applies them to as many of one channel."""
     from turnout.ops.group_norm_silu.kernels import plane_apply, plane_moments
@@ -144,9 +162,21 @@ def is_one_walk(steps: Sequence[int], sizes: Sequence[int]) -> bool:
 
 @worked_out_once
 def gapped_plan(
-    padding: tuple[int, ...], mode: str, shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...],
-    groups: int, itemsize: int, off: int, units: int, columns: int, rows: int, unroll: int, waves: int, walks: int,
-) -> Plan:  # fmt: skip
+    padding: tuple[int, ...],
+    mode: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    groups: int,
+    itemsize: int,
+    off: int,
+    units: int,
+    columns: int,
+    rows: int,
+    unroll: int,
+    waves: int,
+    walks: int,
+) -> Plan:
     """Channels side by side, positions with gaps in x, in the output or in both; or a border around x, whose
     mode is as in `torch.nn.functional.pad`. The numbers of a tile are as in `rows_plan`."""
     from turnout.ops.group_norm_silu import gapped_kernels as kernels
@@ -183,9 +213,12 @@ def gapped_plan(
     sizes, padded = [axis.size for axis in walk], any(padding)
     x_sizes, befores = tuple([axis.x_size for axis in walk]), tuple([axis.before for axis in walk])
     constants = {
-        **tile, "PARTS": parts, "X_ROWS": not padded and is_one_walk(x_steps, sizes), "Y_ROWS": is_one_walk(out_steps, sizes),
+        **tile,
+        "PARTS": parts,
+        "X_ROWS": not padded and is_one_walk(x_steps, sizes),
+        "Y_ROWS": is_one_walk(out_steps, sizes),
         "PAD": getattr(kernels, mode.upper()).value if padded else kernels.NOTHING.value,
-    }  # fmt: skip
+    }
     numbers = (size, walked, groups, parts, blocks, programs, *far, *walk_of(sizes), *x_sizes, *befores)
     apply = (kernels.gapped_apply, batch * programs * blocks, numbers, constants)
     return Plan(batch * parts * MOMENTS * groups, moments, apply)
@@ -193,18 +226,44 @@ def gapped_plan(
 
 @worked_out_once
 def spatial_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], groups: int, itemsize: int, off: int,
-    scale_shape: tuple[int, ...], scale_strides: tuple[int, ...], shift_strides: tuple[int, ...], first_apart: bool, units: int,
-    columns: int, rows: int, unroll: int, waves: int, walks: int,
-) -> Plan:  # fmt: skip
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    groups: int,
+    itemsize: int,
+    off: int,
+    scale_shape: tuple[int, ...],
+    scale_strides: tuple[int, ...],
+    shift_strides: tuple[int, ...],
+    first_apart: bool,
+    units: int,
+    columns: int,
+    rows: int,
+    unroll: int,
+    waves: int,
+    walks: int,
+) -> Plan:
     """Channels side by side in all tensors, and a scale and a shift for each block of positions. itemsize: of
     the widest elements. The numbers of a tile are as in `rows_plan`."""
     from turnout.ops.group_norm_silu.gapped_kernels import spatial_apply
 
     # Moments are taken of x alone: four tiles of it at a time.
     partial, moments, _ = gapped_plan(
-        (), "constant", shape, strides, out_strides, groups, itemsize, off, units, columns, rows, max(4, unroll), waves, walks
-    )  # fmt: skip
+        (),
+        "constant",
+        shape,
+        strides,
+        out_strides,
+        groups,
+        itemsize,
+        off,
+        units,
+        columns,
+        rows,
+        max(4, unroll),
+        waves,
+        walks,
+    )
     size, _, parts, blocks, *_ = moments[2]
     programs = min(ceil_div(size, rows * unroll), max(1, units * walks // (shape[0] * blocks)))
     ones, dims = MOST_AXES - (len(shape) - 2), range(2, len(shape))
@@ -217,17 +276,34 @@ def spatial_plan(
     divisors = [number for share in (shares[0], *[1] * ones, *shares[1:]) for number in reciprocal(share)]
     vector = widest_vector(itemsize, off, moments[3]["V"], *[number for step in steps for number in step])
     numbers = (
-        size, groups, parts, blocks, programs, *[number for step in steps for number in step],
-        *walk_of((shape[2], *[1] * ones, *shape[3:])), int(first_apart), *divisors,
-    )  # fmt: skip
+        size,
+        groups,
+        parts,
+        blocks,
+        programs,
+        *[number for step in steps for number in step],
+        *walk_of((shape[2], *[1] * ones, *shape[3:])),
+        int(first_apart),
+        *divisors,
+    )
     constants = {**moments[3], "U": unroll, "V": vector, "PARTS": parts}
     return Plan(partial, moments, (spatial_apply, shape[0] * programs * blocks, numbers, constants))
 
 
 def plan_spatial(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, out: Tensor, eps: float,
-    silu: bool, first_apart: bool, *tile: int, warps: int,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    first_apart: bool,
+    *tile: int,
+    warps: int,
+) -> LaunchPlan:
     """The launches that `spatial_plan` says.
 
     Where the channels of scale or shift are not side by side, copies are taken.
@@ -238,16 +314,35 @@ def plan_spatial(
     units, off = Device.of(x.device).units, misaligned(x, out, scale, shift)
     itemsize = max(x.element_size(), scale.element_size(), shift.element_size())
     plan = spatial_plan(
-        x.shape, x.stride(), out.stride(), groups, itemsize, off, scale.shape, scale.stride(), shift.stride(), first_apart, units,
+        x.shape,
+        x.stride(),
+        out.stride(),
+        groups,
+        itemsize,
+        off,
+        scale.shape,
+        scale.stride(),
+        shift.stride(),
+        first_apart,
+        units,
         *tile,
-    )  # fmt: skip
+    )
     return _two_launches(plan, x, weight, bias, (scale, shift), out, eps, silu, warps, out)
 
 
 def plan_two(
-    plan: Any, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
-    *tile: int, warps: int, outputs: Tensor | None,
-) -> LaunchPlan:  # fmt: skip
+    plan: Any,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    *tile: int,
+    warps: int,
+    outputs: Tensor | None,
+) -> LaunchPlan:
     """The launches that one of the other plans says."""
     units, off = Device.of(x.device).units, misaligned(x, out)
     two = plan(x.shape, x.stride(), out.stride(), groups, x.element_size(), off, units, *tile)
@@ -255,9 +350,17 @@ def plan_two(
 
 
 def _two_launches(
-    plan: Plan, x: Tensor, weight: Tensor | None, bias: Tensor | None, modulation: tuple[Tensor, ...], out: Tensor, eps: float,
-    silu: bool, warps: int, outputs: Tensor | None,
-) -> LaunchPlan:  # fmt: skip
+    plan: Plan,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    modulation: tuple[Tensor, ...],
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    warps: int,
+    outputs: Tensor | None,
+) -> LaunchPlan:
     """Moments go into a workspace, from which the second launch reads them."""
     partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
     kernel, programs, numbers, constants = plan.moments

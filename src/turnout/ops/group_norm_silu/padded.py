@@ -46,9 +46,16 @@ class GroupNormSiluPad(NamedTuple):
     ) -> GroupNormSiluPad:
         check_padded(x, groups, weight, bias, padding, mode)
         return GroupNormSiluPad(
-            tuple(x.shape), x.stride(), groups, x.dtype, None if weight is None else weight.dtype,
-            None if bias is None else bias.dtype, silu, tuple(padding), mode,
-        )  # fmt: skip
+            tuple(x.shape),
+            x.stride(),
+            groups,
+            x.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            silu,
+            tuple(padding),
+            mode,
+        )
 
     @property
     def elements(self) -> int:
@@ -72,8 +79,15 @@ class GroupNormSiluPad(NamedTuple):
         """The same norm without a border."""
         strides = padded_strides(self.shape, self.rows)
         return GroupNormSilu(
-            self.shape, self.strides, strides, self.groups, self.dtype, self.weight_dtype, self.bias_dtype, self.silu
-        )  # fmt: skip
+            self.shape,
+            self.strides,
+            strides,
+            self.groups,
+            self.dtype,
+            self.weight_dtype,
+            self.bias_dtype,
+            self.silu,
+        )
 
 
 def padded_shape(shape: Sequence[int], padding: Sequence[int]) -> tuple[int, ...]:
@@ -141,7 +155,8 @@ def check_padded(
         )
     if mode == "reflect" and any(n >= x.shape[-1 - i // 2] for i, n in enumerate(padding) if n):
         raise ValueError(
-            f"padding is {list(padding)}, in mode reflect each needs to be smaller than its size of x {list(x.shape)}"
+            f"padding is {list(padding)}, "
+            f"in mode reflect each needs to be smaller than its size of x {list(x.shape)}"
         )
 
 
@@ -192,16 +207,29 @@ def cost(problem: GroupNormSiluPad, device: Device) -> float | None:
 
 
 GROUP_NORM_SILU_PAD = Op(
-    "group_norm_silu_pad", reference, problem_type=GroupNormSiluPad, cost=cost, work=work,
-    cases="turnout.ops.group_norm_silu.cases_padded", family=family, autocast="ignore",
-)  # fmt: skip
+    "group_norm_silu_pad",
+    reference,
+    problem_type=GroupNormSiluPad,
+    cost=cost,
+    work=work,
+    cases="turnout.ops.group_norm_silu.cases_padded",
+    family=family,
+    autocast="ignore",
+)
 
 
 @public(GROUP_NORM_SILU_PAD)
 def group_norm_silu_pad(
-    x: Tensor, groups: int, weight: Tensor | None = None, bias: Tensor | None = None, *, padding: Sequence[int],
-    mode: str = "replicate", eps: float = 1e-5, silu: bool = True,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    padding: Sequence[int],
+    mode: str = "replicate",
+    eps: float = 1e-5,
+    silu: bool = True,
+) -> Tensor:
     """`pad(silu(group_norm(x)))` in two launches: the border is written with the rest; `silu=False` leaves
     the activation out.
 

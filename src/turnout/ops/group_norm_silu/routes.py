@@ -62,7 +62,8 @@ def refuses_on_gpu(
 
 def refuses_layout(problem: GroupNormSilu, wanted: str) -> Iterator[str]:
     if layout(problem) != wanted:
-        yield f"{layout(problem)} with strides {list(problem.strides)} into {list(problem.out_strides)}, this route needs {wanted}"
+        strides = f"strides {list(problem.strides)} into {list(problem.out_strides)}"
+        yield f"{layout(problem)} with {strides}, this route needs {wanted}"
 
 
 def refuses_rows(problem: GroupNormSilu, device: Device) -> Iterator[str]:
@@ -92,7 +93,9 @@ def refuses_padded(problem: GroupNormSiluPad, device: Device) -> Iterator[str]:
     if not problem.rows:
         yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
     elif axes(problem.shape, problem.strides, problem.out_strides, problem.padding) is None:
-        yield f"x with strides {list(problem.strides)}, this route needs positions of at most three dimensions"
+        yield (
+            f"x with strides {list(problem.strides)}, this route needs positions of at most three dimensions"
+        )
     yield from refuses_sizes(problem.shape[1] // problem.groups, math.prod(problem.out_shape[2:]))
 
 
@@ -230,20 +233,36 @@ ON_GPU: Any = {"cost": gpu_cost, "prepare": prepare_from_plan, "numerics": "clos
 INTO: Any = {"in_place": ("x",), "fails_before_writing": True}
 ROW_KERNELS = [f"turnout.ops.group_norm_silu.kernels:row_{part}" for part in ("moments", "apply")]
 GAPPED: Any = {
-    "cost": gapped_cost, "configs": gapped_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
+    "cost": gapped_cost,
+    "configs": gapped_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
     "kernels": [
-        ROW_KERNELS[0], *(f"turnout.ops.group_norm_silu.gapped_kernels:gapped_{part}" for part in ("moments", "apply")),
+        ROW_KERNELS[0],
+        *(f"turnout.ops.group_norm_silu.gapped_kernels:gapped_{part}" for part in ("moments", "apply")),
     ],
-}  # fmt: skip
+}
 PLANE_KERNELS = [f"turnout.ops.group_norm_silu.kernels:plane_{part}" for part in ("moments", "apply")]
 
 
 @GROUP_NORM_SILU.route("rows", refuses=refuses_rows, configs=rows_configs, kernels=ROW_KERNELS, **ON_GPU)
 @runs_plan
 def rows(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
-    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 4,
+    waves: int = 2,
+    walks: int = 4,
+    warps: int = 8,
+) -> LaunchPlan:
     out = torch.empty_like(x)
     return plan_two(
         rows_plan,
@@ -269,9 +288,21 @@ def rows(
 )
 @runs_plan
 def rows_into(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
-    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 4, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 4,
+    waves: int = 2,
+    walks: int = 4,
+    warps: int = 8,
+) -> LaunchPlan:
     return plan_two(
         rows_plan,
         x,
@@ -294,9 +325,20 @@ def rows_into(
 @GROUP_NORM_SILU.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED)
 @runs_plan
 def gapped_rows(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
-    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 4,
+    waves: int = 2,
+    walks: int = 6,
+    warps: int = 8,
+) -> LaunchPlan:
     out = torch.empty_like(x)
     return plan_two(
         _unpadded,
@@ -320,9 +362,21 @@ def gapped_rows(
 @GROUP_NORM_SILU_INTO.route("gapped-rows", refuses=refuses_gapped_rows, **GAPPED, **INTO)
 @runs_plan
 def gapped_rows_into(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
-    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 4,
+    waves: int = 2,
+    walks: int = 6,
+    warps: int = 8,
+) -> LaunchPlan:
     return plan_two(
         _unpadded,
         x,
@@ -348,9 +402,22 @@ _unpadded = functools.partial(gapped_plan, (), "constant")
 @GROUP_NORM_SILU_PAD.route("gapped-rows", refuses=refuses_padded, **{**GAPPED, "cost": padded_cost})
 @runs_plan
 def padded(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool, padding: list[int], mode: str,
-    *, columns: int = 64, rows: int = 32, unroll: int = 4, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    padding: list[int],
+    mode: str,
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 4,
+    waves: int = 2,
+    walks: int = 6,
+    warps: int = 8,
+) -> LaunchPlan:
     shape = padded_shape(x.shape, padding)
     out = torch.empty_strided(shape, padded_strides(shape, True), dtype=x.dtype, device=x.device)
     plan = functools.partial(gapped_plan, tuple(padding), mode)
@@ -374,18 +441,32 @@ def padded(
 
 
 SPATIAL: Any = {
-    "cost": spatial_cost, "configs": spatial_configs,
+    "cost": spatial_cost,
+    "configs": spatial_configs,
     "kernels": [*GAPPED["kernels"][:2], "turnout.ops.group_norm_silu.gapped_kernels:spatial_apply"],
-}  # fmt: skip
+}
 
 
 @SPATIAL_NORM_SILU.route("gapped-rows", refuses=refuses_spatial, **{**GAPPED, **SPATIAL})
 @runs_plan
 def spatial(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    silu: bool,
     first_apart: bool,
-    *, columns: int = 64, rows: int = 32, unroll: int = 2, waves: int = 2, walks: int = 6, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    *,
+    columns: int = 64,
+    rows: int = 32,
+    unroll: int = 2,
+    waves: int = 2,
+    walks: int = 6,
+    warps: int = 8,
+) -> LaunchPlan:
     out, tile = torch.empty_like(x), (columns, rows, unroll, waves, walks)
     return plan_spatial(
         x, groups, weight, bias, scale, shift, out, eps, silu, first_apart, *tile, warps=warps
@@ -397,9 +478,18 @@ def spatial(
 )
 @runs_plan
 def planes(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float, silu: bool,
-    *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    silu: bool,
+    *,
+    lanes: int = 1024,
+    unroll: int = 4,
+    waves: int = 4,
+    warps: int = 4,
+) -> LaunchPlan:
     out = torch.empty_like(x)
     return plan_two(
         planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=out
@@ -411,9 +501,19 @@ def planes(
 )
 @runs_plan
 def planes_into(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool,
-    *, lanes: int = 1024, unroll: int = 4, waves: int = 4, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    silu: bool,
+    *,
+    lanes: int = 1024,
+    unroll: int = 4,
+    waves: int = 4,
+    warps: int = 4,
+) -> LaunchPlan:
     return plan_two(
         planes_plan, x, groups, weight, bias, out, eps, silu, lanes, unroll, waves, warps=warps, outputs=None
     )

@@ -38,15 +38,33 @@ class SpatialNormSilu(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+        x: Tensor,
+        groups: int,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        scale: Tensor,
+        shift: Tensor,
+        eps: float,
+        silu: bool,
         first_apart: bool,
-    ) -> SpatialNormSilu:  # fmt: skip
+    ) -> SpatialNormSilu:
         check_spatial(x, groups, weight, bias, scale, shift, first_apart)
         return SpatialNormSilu(
-            tuple(x.shape), x.stride(), fresh_strides(x), tuple(scale.shape), scale.stride(), shift.stride(), groups, x.dtype,
-            None if weight is None else weight.dtype, None if bias is None else bias.dtype, scale.dtype, shift.dtype, silu,
+            tuple(x.shape),
+            x.stride(),
+            fresh_strides(x),
+            tuple(scale.shape),
+            scale.stride(),
+            shift.stride(),
+            groups,
+            x.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            scale.dtype,
+            shift.dtype,
+            silu,
             first_apart,
-        )  # fmt: skip
+        )
 
     @property
     def elements(self) -> int:
@@ -56,8 +74,15 @@ class SpatialNormSilu(NamedTuple):
     def norm(self) -> GroupNormSilu:
         """The norm alone."""
         return GroupNormSilu(
-            self.shape, self.strides, self.out_strides, self.groups, self.dtype, self.weight_dtype, self.bias_dtype, self.silu
-        )  # fmt: skip
+            self.shape,
+            self.strides,
+            self.out_strides,
+            self.groups,
+            self.dtype,
+            self.weight_dtype,
+            self.bias_dtype,
+            self.silu,
+        )
 
 
 def repeats(size: int, small: int, apart: int) -> int:
@@ -89,8 +114,8 @@ def check_spatial(
     for name, given in (("scale", scale), ("shift", shift)):
         if not given.is_floating_point() or given.device != x.device or given.shape != scale.shape:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be floating-point"
-                f" {list(scale.shape)} on {x.device}"
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"it needs to be floating-point {list(scale.shape)} on {x.device}"
             )
     if scale.dim() != x.dim() or scale.shape[:2] != x.shape[:2]:
         raise ValueError(
@@ -122,9 +147,16 @@ def modulated(y: Tensor, scale: Tensor, shift: Tensor, first_apart: bool) -> Ten
 
 
 def reference(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, eps: float, silu: bool,
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    silu: bool,
     first_apart: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     check_spatial(x, groups, weight, bias, scale, shift, first_apart)
     y = normalised(x, groups, weight, bias, eps, False)
     elements = x.numel()
@@ -171,16 +203,30 @@ def family(problem: SpatialNormSilu) -> tuple[tuple, int]:
 
 
 SPATIAL_NORM_SILU = Op(
-    "spatial_norm_silu", reference, problem_type=SpatialNormSilu, cost=cost, work=work,
-    cases="turnout.ops.group_norm_silu.cases_spatial", family=family, autocast="ignore",
-)  # fmt: skip
+    "spatial_norm_silu",
+    reference,
+    problem_type=SpatialNormSilu,
+    cost=cost,
+    work=work,
+    cases="turnout.ops.group_norm_silu.cases_spatial",
+    family=family,
+    autocast="ignore",
+)
 
 
 @public(SPATIAL_NORM_SILU)
 def spatial_norm_silu(
-    x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, scale: Tensor, shift: Tensor, *, eps: float = 1e-5,
-    silu: bool = True, first_apart: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    eps: float = 1e-5,
+    silu: bool = True,
+    first_apart: bool = False,
+) -> Tensor:
     """`silu(group_norm(x) * scale + shift)`, scale and shift at a lower resolution; `silu=False` leaves the
     activation out.
 
@@ -197,7 +243,8 @@ def spatial_norm_silu(
     >>> x, scale, shift = torch.randn(1, 8, 5, 4, 6), torch.randn(1, 8, 3, 2, 3), torch.randn(1, 8, 3, 2, 3)
     >>> y = turnout.spatial_norm_silu(x, 2, None, None, scale, shift, silu=False, first_apart=True)
     >>> normed = torch.nn.functional.group_norm(x, 2)
-    >>> torch.allclose(y[0, :, 4, 3, 5], normed[0, :, 4, 3, 5] * scale[0, :, 2, 1, 2] + shift[0, :, 2, 1, 2], atol=1e-5)
+    >>> last = normed[0, :, 4, 3, 5] * scale[0, :, 2, 1, 2] + shift[0, :, 2, 1, 2]
+    >>> torch.allclose(y[0, :, 4, 3, 5], last, atol=1e-5)
     True
     """
     return SPATIAL_NORM_SILU(x, groups, weight, bias, scale, shift, eps, silu, first_apart)

@@ -43,9 +43,15 @@ def reference(a: Tensor, b: Tensor) -> Tensor:
 reference_cost = shared.cost("inner.reference", "cuda", "cpu")
 
 INNER = Op(
-    "inner", reference, problem_type=Inner, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.inner.cases", family=shared.family, builtin=torch.inner
-)  # fmt: skip
+    "inner",
+    reference,
+    problem_type=Inner,
+    cost=reference_cost,
+    work=shared.work,
+    cases="turnout.ops.inner.cases",
+    family=shared.family,
+    builtin=torch.inner,
+)
 
 
 @public(INNER)

@@ -37,15 +37,33 @@ class LayerNormModulate(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-        shift: Tensor | None, eps: float, norm: bool = True,
-    ) -> LayerNormModulate:  # fmt: skip
+        x: Tensor,
+        residual: Tensor | None,
+        gate: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        eps: float,
+        norm: bool = True,
+    ) -> LayerNormModulate:
         check(x, residual, gate, weight, bias, scale, shift)
         batch, tokens, channels = x.shape
         return LayerNormModulate(
-            (batch, tokens, channels), x.stride(), None if residual is None else residual.stride(), _steps(gate), _steps(scale),
-            _steps(shift), x.dtype, _dtype(gate), _dtype(scale), _dtype(shift), _dtype(weight), _dtype(bias), norm,
-        )  # fmt: skip
+            (batch, tokens, channels),
+            x.stride(),
+            None if residual is None else residual.stride(),
+            _steps(gate),
+            _steps(scale),
+            _steps(shift),
+            x.dtype,
+            _dtype(gate),
+            _dtype(scale),
+            _dtype(shift),
+            _dtype(weight),
+            _dtype(bias),
+            norm,
+        )
 
     @property
     def channels(self) -> int:
@@ -91,9 +109,14 @@ def _steps(given: Tensor | None) -> Strides | None:
 
 
 def check(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None = None, bias: Tensor | None = None,
-    scale: Tensor | None = None, shift: Tensor | None = None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(
@@ -103,8 +126,8 @@ def check(
         residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
     ):
         raise ValueError(
-            f"residual is {residual.dtype} {list(residual.shape)} on {residual.device}, it needs to be like x: "
-            f"{x.dtype} {list(x.shape)} on {x.device}"
+            f"residual is {residual.dtype} {list(residual.shape)} on {residual.device}, "
+            f"it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
         )
     if gate is not None and residual is None:
         raise ValueError("a gate without a residual, it needs something to be added to")
@@ -120,15 +143,17 @@ def check(
         )
         if not fits or not given.is_floating_point() or given.device != x.device:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{batch}, {channels}], "
-                f"[{batch}, 1, {channels}] or [{batch}, {tokens}, {channels}] on {x.device}"
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"it needs to be [{batch}, {channels}], [{batch}, 1, {channels}] or "
+                f"[{batch}, {tokens}, {channels}] on {x.device}"
             )
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and (
             tuple(given.shape) != (channels,) or not given.is_floating_point() or given.device != x.device
         ):
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{channels}] on {x.device}"
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"it needs to be [{channels}] on {x.device}"
             )
 
 
@@ -163,9 +188,15 @@ def dense(y: Tensor) -> Tensor:
 
 
 def reference(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """The norm, and what was normed; the latter is empty where that is x itself."""
     check(x, residual, gate, weight, bias, scale, shift)
     h = x if residual is None else gated(x, residual, gate)
@@ -222,14 +253,24 @@ def reference_cost(problem: LayerNormModulate, device: Device) -> float | None:
 
 
 LAYER_NORM_MODULATE = Op(
-    "layer_norm_modulate", reference, problem_type=LayerNormModulate, cost=reference_cost, work=work,
-    cases="turnout.ops.layer_norm_modulate.cases", family=family,
-)  # fmt: skip
+    "layer_norm_modulate",
+    reference,
+    problem_type=LayerNormModulate,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.layer_norm_modulate.cases",
+    family=family,
+)
 
 GATED_ADD = Op(
-    "gated_add", reference_add, problem_type=GatedAdd, cost=reference_cost, work=work,
-    cases="turnout.ops.layer_norm_modulate.cases_add", family=family,
-)  # fmt: skip
+    "gated_add",
+    reference_add,
+    problem_type=GatedAdd,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.layer_norm_modulate.cases_add",
+    family=family,
+)
 
 
 def _by_token(given: Tensor | None) -> Tensor | None:
@@ -239,19 +280,40 @@ def _by_token(given: Tensor | None) -> Tensor | None:
 
 @overload
 def layer_norm_modulate(
-    x: Tensor, scale: Tensor | None = ..., shift: Tensor | None = ..., *, weight: Tensor | None = ...,
-    bias: Tensor | None = ..., eps: float = ..., gate: Tensor | None = ..., residual: None = ...,
-) -> Tensor: ...  # fmt: skip
+    x: Tensor,
+    scale: Tensor | None = ...,
+    shift: Tensor | None = ...,
+    *,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    gate: Tensor | None = ...,
+    residual: None = ...,
+) -> Tensor: ...
 @overload
 def layer_norm_modulate(
-    x: Tensor, scale: Tensor | None = ..., shift: Tensor | None = ..., *, weight: Tensor | None = ...,
-    bias: Tensor | None = ..., eps: float = ..., gate: Tensor | None = ..., residual: Tensor,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    x: Tensor,
+    scale: Tensor | None = ...,
+    shift: Tensor | None = ...,
+    *,
+    weight: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    eps: float = ...,
+    gate: Tensor | None = ...,
+    residual: Tensor,
+) -> tuple[Tensor, Tensor]: ...
 @public(LAYER_NORM_MODULATE)
 def layer_norm_modulate(
-    x: Tensor, scale: Tensor | None = None, shift: Tensor | None = None, *, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-6, residual: Tensor | None = None, gate: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Layer norm over the last dimension, scaled and shifted, in one pass: `layer_norm(x) * (1 + scale) +
     shift`.
 
@@ -266,7 +328,8 @@ def layer_norm_modulate(
     >>> x = torch.tensor([[[1.0, 3.0]]])  # one token of two channels
     >>> turnout.layer_norm_modulate(x, torch.ones(1, 2), torch.zeros(1, 2), eps=0.0)
     tensor([[[-2.,  2.]]])
-    >>> normed, h = turnout.layer_norm_modulate(x, residual=torch.ones(1, 1, 2), gate=torch.full((1, 2), 2.0), eps=0.0)
+    >>> gate = torch.full((1, 2), 2.0)
+    >>> normed, h = turnout.layer_norm_modulate(x, residual=torch.ones(1, 1, 2), gate=gate, eps=0.0)
     >>> h, normed
     (tensor([[[3., 7.]]]), tensor([[[-1.,  1.]]]))
     """

@@ -16,9 +16,18 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def case(
-    name: str, source: str, shape: tuple[int, int, int], dtype: torch.dtype = BF16, *, residual: bool = False, gate: bool = True,
-    modulation: torch.dtype | None = None, scaled: bool = True, each_token: bool = False, weight: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    source: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    residual: bool = False,
+    gate: bool = True,
+    modulation: torch.dtype | None = None,
+    scaled: bool = True,
+    each_token: bool = False,
+    weight: bool = False,
+) -> Case:
     batch, tokens, channels = shape
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -76,9 +85,15 @@ CALLS = [
 
 
 def eager(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, eps: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
     """What diffusers does, step by step."""
     h = x if residual is None else gated(x, residual, gate)
     return modulated(h, weight, bias, scale, shift, eps), h

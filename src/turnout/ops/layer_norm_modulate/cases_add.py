@@ -14,9 +14,14 @@ from turnout.routing.case import Case, Cases, small_integers
 
 
 def case(
-    name: str, source: str, shape: tuple[int, int, int], dtype: torch.dtype = BF16, *, modulation: torch.dtype | None = None,
+    name: str,
+    source: str,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype = BF16,
+    *,
+    modulation: torch.dtype | None = None,
     each_token: bool = False,
-) -> Case:  # fmt: skip
+) -> Case:
     whole = cases.case(
         name, source, shape, dtype, residual=True, modulation=modulation, each_token=each_token
     )

@@ -33,9 +33,16 @@ def steps(sizes: Sizes | None, strides: Sizes | None) -> tuple[int, int]:
 
 @worked_out_once
 def plan(
-    shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], itemsize: int, widest: int, off: int, modulation_off: int,
-    tokens: int, channels: int, warps: int,
-) -> Plan:  # fmt: skip
+    shapes: tuple[Sizes | None, ...],
+    strides: tuple[Sizes | None, ...],
+    itemsize: int,
+    widest: int,
+    off: int,
+    modulation_off: int,
+    tokens: int,
+    channels: int,
+    warps: int,
+) -> Plan:
     """Of x, residual, gate, scale and shift. `tokens` tokens are one program's, in tiles of `channels`
     channels; `widest` are the bytes of the widest modulation."""
     from turnout.ops.layer_norm_modulate.kernels import layer_norm_modulate as kernel
@@ -50,25 +57,46 @@ def plan(
     own_layout = widest > itemsize or channels * itemsize < 32 * warps * VECTOR_BYTES
     by_token = any(pair[1] for pair in modulations) or (tokens > 1 and own_layout)
     constants = {
-        "C": size, "V": widest_vector(itemsize, off, size, *(step for pair in streams for step in pair)),
+        "C": size,
+        "V": widest_vector(itemsize, off, size, *(step for pair in streams for step in pair)),
         "MV": widest_vector(widest, modulation_off, size, *(step for pair in modulations for step in pair)),
-        "BM": tokens, "BC": channels, "N": ceil_div(size, channels), "TOKENS": by_token,
-    }  # fmt: skip
+        "BM": tokens,
+        "BC": channels,
+        "N": ceil_div(size, channels),
+        "TOKENS": by_token,
+    }
     return Plan(kernel, batch * ceil_div(length, tokens), (length, *numbers), constants)
 
 
 def planned(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, y: Tensor | None, h: Tensor | None, eps: float, tokens: int, channels: int, warps: int,
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    y: Tensor | None,
+    h: Tensor | None,
+    eps: float,
+    tokens: int,
+    channels: int,
+    warps: int,
     outputs: Tensor | tuple[Tensor, ...],
-) -> LaunchPlan:  # fmt: skip
+) -> LaunchPlan:
     weight, bias = side_by_side(weight, bias)
     placed = (x, residual, gate, scale, shift)
     modulations = (gate, weight, bias, scale, shift)
     kernel, programs, numbers, constants = plan(
-        tuple([None if t is None else t.shape for t in placed]), tuple([None if t is None else t.stride() for t in placed]),
-        x.element_size(), max([2, *(t.element_size() for t in modulations if t is not None)]), misaligned(x, residual, y, h),
-        misaligned(*modulations), tokens, channels, warps,
-    )  # fmt: skip
+        tuple([None if t is None else t.shape for t in placed]),
+        tuple([None if t is None else t.stride() for t in placed]),
+        x.element_size(),
+        max([2, *(t.element_size() for t in modulations if t is not None)]),
+        misaligned(x, residual, y, h),
+        misaligned(*modulations),
+        tokens,
+        channels,
+        warps,
+    )
     launch = Launch(kernel, programs, (x, residual, *modulations, y, h), (eps, *numbers), constants, warps)
     return LaunchPlan((launch,), outputs)

@@ -65,17 +65,32 @@ def rows_configs(problem: LayerNormModulate, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost, "configs": rows_configs, "prepare": prepare_from_plan, "numerics": "close", "version": 1,
+    "refuses": refuses_rows,
+    "cost": gpu_cost,
+    "configs": rows_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
     "kernels": ("turnout.ops.layer_norm_modulate.kernels:layer_norm_modulate",),
-}  # fmt: skip
+}
 
 
 @LAYER_NORM_MODULATE.route("rows", **ROWS)
 @runs_plan
 def rows(
-    x: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    shift: Tensor | None, eps: float, *, tokens: int = 1, channels: int = 1024, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    residual: Tensor | None,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    *,
+    tokens: int = 1,
+    channels: int = 1024,
+    warps: int = 4,
+) -> LaunchPlan:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     h = None if residual is None else torch.empty_like(y)
     outputs = y, x.new_empty(0) if h is None else h

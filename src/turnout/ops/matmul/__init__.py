@@ -34,7 +34,8 @@ class Matmul(shared.Pair):
             return f"batches {list(batch)} and {list(self.b[:-2])}, this route needs them equal"
         a_step, b_step = even_stride(batch, self.a_strides[:-2]), even_stride(batch, self.b_strides[:-2])
         if a_step is None or b_step is None:
-            return f"batch strides {list(self.a_strides[:-2])} and {list(self.b_strides[:-2])}, this route needs one even step each"
+            strides = f"{list(self.a_strides[:-2])} and {list(self.b_strides[:-2])}"
+            return f"batch strides {strides}, this route needs one even step each"
         output = batch + (1,) * ((len(self.a) > 1) + (len(self.b) > 1))
         return shared.Contraction(
             self.a[-1], prod(batch), self.a_strides[-1], self.b_strides[along], a_step, b_step, output
@@ -72,9 +73,16 @@ def reference_cost(problem: Matmul, device: Device) -> float | None:
 
 
 MATMUL = Op(
-    "matmul", reference, problem_type=Matmul, cost=reference_cost, work=shared.work,
-    cases="turnout.ops.matmul.cases", family=shared.family, autocast="cast", builtin=torch.matmul
-)  # fmt: skip
+    "matmul",
+    reference,
+    problem_type=Matmul,
+    cost=reference_cost,
+    work=shared.work,
+    cases="turnout.ops.matmul.cases",
+    family=shared.family,
+    autocast="cast",
+    builtin=torch.matmul,
+)
 
 
 @public(MATMUL)

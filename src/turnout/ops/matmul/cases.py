@@ -1,4 +1,6 @@
-"""Products with one output: (1, K) @ (K, 1) as in ml-explore/mlx #3533, and batches of them, as einsum makes."""
+"""Products with one output: (1, K) @ (K, 1) as in ml-explore/mlx #3533, and batches of them, as einsum
+makes.
+"""
 
 from __future__ import annotations
 

@@ -39,21 +39,46 @@ class NormRope(NamedTuple):
 
     @staticmethod
     def of(
-        q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
-        k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
-        rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-    ) -> NormRope:  # fmt: skip
+        q: Tensor,
+        q2: Tensor | None,
+        k: Tensor | None,
+        k2: Tensor | None,
+        q_weight: Tensor | None,
+        q2_weight: Tensor | None,
+        k_weight: Tensor | None,
+        k2_weight: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+        norm: str,
+        rotary: int,
+        pairing: str,
+        out_layout: str,
+        round_before_weight: bool,
+    ) -> NormRope:
         weights = (q_weight, q2_weight, k_weight, k2_weight)
         check(q, q2, k, k2, weights, cos, sin, norm, rotary, pairing, out_layout)
         given = [x for x in (q, q2, k, k2) if x is not None]
         scales = [w for w in weights if w is not None]
         tables = [t for t in (cos, sin) if t is not None]
         return NormRope(
-            q.shape[0], tuple(x.shape[1] for x in (q, q2) if x is not None), tuple(x.shape[2] for x in (q, k) if x is not None),
-            q.shape[3], rotary, tuple(x.stride() for x in given), q.dtype, scales[0].dtype if scales else None,
-            table_kind(cos, rotary), () if cos is None else tuple(cos.shape), tuple(t.stride() for t in tables),
-            None if cos is None else cos.dtype, norm, pairing, out_layout, round_before_weight,
-        )  # fmt: skip
+            q.shape[0],
+            tuple(x.shape[1] for x in (q, q2) if x is not None),
+            tuple(x.shape[2] for x in (q, k) if x is not None),
+            q.shape[3],
+            rotary,
+            tuple(x.stride() for x in given),
+            q.dtype,
+            scales[0].dtype if scales else None,
+            table_kind(cos, rotary),
+            () if cos is None else tuple(cos.shape),
+            tuple(t.stride() for t in tables),
+            None if cos is None else cos.dtype,
+            norm,
+            pairing,
+            out_layout,
+            round_before_weight,
+        )
 
     @property
     def tokens(self) -> int:
@@ -116,10 +141,23 @@ def rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, rotary: int, pair
 
 
 def reference(
-    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
-    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
-    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    q2: Tensor | None,
+    k: Tensor | None,
+    k2: Tensor | None,
+    q_weight: Tensor | None,
+    q2_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k2_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    round_before_weight: bool,
+) -> tuple[Tensor, Tensor]:
     """The chain of diffusers: norm, rounded to x's dtype; rotation in float32, rounded again; permute.
 
     Without k its output is empty.
@@ -202,10 +240,21 @@ def _two(x: Stream | None, what: str) -> tuple[Tensor | None, Tensor | None]:
 
 
 def arguments(
-    q: Stream, k: Stream | None = None, cos: Tensor | None = None, sin: Tensor | None = None, *, q_weight: Weight = None,
-    k_weight: Weight = None, norm: bool | None = None, eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved",
-    rotary_dim: int | None = None, out_layout: str = "bhsd", round_before_weight: bool = False,
-) -> tuple:  # fmt: skip
+    q: Stream,
+    k: Stream | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    q_weight: Weight = None,
+    k_weight: Weight = None,
+    norm: bool | None = None,
+    eps: float = 1e-6,
+    across_heads: bool = False,
+    pairing: str = "interleaved",
+    rotary_dim: int | None = None,
+    out_layout: str = "bhsd",
+    round_before_weight: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     (first, second), keys = _two(q, "q"), _two(k, "k")
     scales = (*_two(q_weight, "q_weight"), *_two(k_weight, "k_weight"))
@@ -238,17 +287,32 @@ def arguments(
 
 
 NORM_ROPE = Op(
-    "norm_rope", reference, problem_type=NormRope, cost=reference_cost, work=work, cases="turnout.ops.norm_rope.cases",
-    family=family, autocast="ignore",
-)  # fmt: skip
+    "norm_rope",
+    reference,
+    problem_type=NormRope,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.norm_rope.cases",
+    family=family,
+    autocast="ignore",
+)
 
 
 @public(NORM_ROPE)
 def norm_rope(
-    x: Stream, cos: Tensor | None = None, sin: Tensor | None = None, *, weight: Weight = None, norm: bool | None = None,
-    eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved", rotary_dim: int | None = None,
-    out_layout: str = "bhsd", round_before_weight: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Stream,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    weight: Weight = None,
+    norm: bool | None = None,
+    eps: float = 1e-6,
+    across_heads: bool = False,
+    pairing: str = "interleaved",
+    rotary_dim: int | None = None,
+    out_layout: str = "bhsd",
+    round_before_weight: bool = False,
+) -> Tensor:
     """RMS norm, rotary embedding and permutation in one pass: `[B, S, H, D]` in, `[B, H, S, D]` (or `"bshd"`:
     `[B, S, H, D]`) out.
 
@@ -275,29 +339,66 @@ def norm_rope(
     >>> turnout.norm_rope(x, weight=torch.ones(2), eps=0.0).square().mean()
     tensor(1.)
     """
-    return NORM_ROPE(*arguments(
-        x, None, cos, sin, q_weight=weight, norm=norm, eps=eps, across_heads=across_heads, pairing=pairing, rotary_dim=rotary_dim,
-        out_layout=out_layout, round_before_weight=round_before_weight,
-    ))[0]  # fmt: skip
+    return NORM_ROPE(
+        *arguments(
+            x,
+            None,
+            cos,
+            sin,
+            q_weight=weight,
+            norm=norm,
+            eps=eps,
+            across_heads=across_heads,
+            pairing=pairing,
+            rotary_dim=rotary_dim,
+            out_layout=out_layout,
+            round_before_weight=round_before_weight,
+        )
+    )[0]
 
 
 @public(NORM_ROPE)
 def norm_rope_qk(
-    q: Stream, k: Stream, cos: Tensor | None = None, sin: Tensor | None = None, *, q_weight: Weight = None, k_weight: Weight = None,
-    norm: bool | None = None, eps: float = 1e-6, across_heads: bool = False, pairing: str = "interleaved",
-    rotary_dim: int | None = None, out_layout: str = "bhsd", round_before_weight: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Stream,
+    k: Stream,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    q_weight: Weight = None,
+    k_weight: Weight = None,
+    norm: bool | None = None,
+    eps: float = 1e-6,
+    across_heads: bool = False,
+    pairing: str = "interleaved",
+    rotary_dim: int | None = None,
+    out_layout: str = "bhsd",
+    round_before_weight: bool = False,
+) -> tuple[Tensor, Tensor]:
     """`norm_rope` of q and of k in one launch: same tokens, same tables, weights of their own. k may have
     another number of heads.
 
     >>> import torch, turnout
     >>> q, k = torch.randn(1, 5, 4, 8), torch.randn(1, 5, 2, 8)
     >>> angles = torch.randn(5, 4)
-    >>> a, b = turnout.norm_rope_qk(q, k, angles.cos(), angles.sin(), q_weight=torch.ones(8), k_weight=torch.ones(8))
+    >>> ones = torch.ones(8)
+    >>> a, b = turnout.norm_rope_qk(q, k, angles.cos(), angles.sin(), q_weight=ones, k_weight=ones)
     >>> a.shape, b.shape
     (torch.Size([1, 4, 5, 8]), torch.Size([1, 2, 5, 8]))
     """
-    return NORM_ROPE(*arguments(
-        q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, norm=norm, eps=eps, across_heads=across_heads, pairing=pairing,
-        rotary_dim=rotary_dim, out_layout=out_layout, round_before_weight=round_before_weight,
-    ))  # fmt: skip
+    return NORM_ROPE(
+        *arguments(
+            q,
+            k,
+            cos,
+            sin,
+            q_weight=q_weight,
+            k_weight=k_weight,
+            norm=norm,
+            eps=eps,
+            across_heads=across_heads,
+            pairing=pairing,
+            rotary_dim=rotary_dim,
+            out_layout=out_layout,
+            round_before_weight=round_before_weight,
+        )
+    )

@@ -30,10 +30,23 @@ def angles(
 
 
 def case(
-    name: str, source: str, tokens: tuple[int, ...], heads: tuple[int, ...] = (24, 24), dim: int = 128, dtype: torch.dtype = BF16, *,
-    norm: str = "head", table: str = "element", pairing: str = "interleaved", rotary: int | None = None, per_head: bool = False,
-    packed: bool = False, out_layout: str = "bhsd", round_before_weight: bool = False, batch: int = 1,
-) -> Case:  # fmt: skip
+    name: str,
+    source: str,
+    tokens: tuple[int, ...],
+    heads: tuple[int, ...] = (24, 24),
+    dim: int = 128,
+    dtype: torch.dtype = BF16,
+    *,
+    norm: str = "head",
+    table: str = "element",
+    pairing: str = "interleaved",
+    rotary: int | None = None,
+    per_head: bool = False,
+    packed: bool = False,
+    out_layout: str = "bhsd",
+    round_before_weight: bool = False,
+    batch: int = 1,
+) -> Case:
     turning = 0 if table == "none" else rotary or dim
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -82,20 +95,52 @@ CALLS = [
     case("complex", QWEN, (1024, 4096), table="complex", round_before_weight=True),
     case("rotation only", "Flux in exact numerics, after its own norm", (4608,), norm="none"),
     case("tables for each head", LTX, (4992,), (32, 32), 64, norm="all", per_head=True),
-    case("half, tables for each head", "LTX-2", (6144,), (32, 32), 128, norm="all", per_head=True, table="pair", pairing="half"),
+    case(
+        "half, tables for each head",
+        "LTX-2",
+        (6144,),
+        (32, 32),
+        128,
+        norm="all",
+        per_head=True,
+        table="pair",
+        pairing="half",
+    ),
     case("half", "Cosmos, NVIDIA", (8800,), (32, 32), pairing="half", round_before_weight=True),
-    case("part, grouped heads", "GLM-4, a prompt", (4096,), (32, 2), norm="none", table="pair", rotary=64, out_layout="bshd"),
+    case(
+        "part, grouped heads",
+        "GLM-4, a prompt",
+        (4096,),
+        (32, 2),
+        norm="none",
+        table="pair",
+        rotary=64,
+        out_layout="bshd",
+    ),
     case("q and k", "HunyuanVideo in float16", (4608,), dtype=FP16),
     case("q and k", "Flux in float32", (4608,), dtype=FP32),
     *(case("q and k", "Flux on a CPU", (1024,), dtype=dtype).only_on_a_cpu() for dtype in (FP32, BF16)),
-]  # fmt: skip
+]
 
 
 def eager(
-    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
-    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
-    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-) -> list[Tensor]:  # fmt: skip
+    q: Tensor,
+    q2: Tensor | None,
+    k: Tensor | None,
+    k2: Tensor | None,
+    q_weight: Tensor | None,
+    q2_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k2_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    round_before_weight: bool,
+) -> list[Tensor]:
     """What diffusers does, step by step."""
     found = []
     for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
@@ -126,7 +171,7 @@ BOUNDS = {"copy": copy, "permute copy": permute_copy}
 
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
-    """Any valid call, small: layouts, streams, head counts and sizes, norms, tables of every shape, pairings."""
+    """Any valid call, small: layouts, streams, heads, norms, tables of every shape, pairings."""
     dtype = draw.choice((FP32, FP32, FP16, BF16, BF16, torch.float64))
     batch, tokens = (
         draw.choice((1, 1, 2, 3)),
@@ -135,9 +180,12 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     dim, norm = draw.choice((2, 6, 8, 16, 20, 32, 40)), draw.choice(("none", "head", "head", "all"))
     heads = (draw.choice((1, 2, 3, 4, 8)), draw.choice((1, 2, 3, 4)))[: draw.choice((1, 2))]
     streams = [
-        small_integers(draw, (batch, tokens[part], heads[which], dim), dtype, device) if which < len(heads) and part < len(tokens) else None
-        for which in (0, 1) for part in (0, 1)
-    ]  # fmt: skip
+        small_integers(draw, (batch, tokens[part], heads[which], dim), dtype, device)
+        if which < len(heads) and part < len(tokens)
+        else None
+        for which in (0, 1)
+        for part in (0, 1)
+    ]
     weights: list[Tensor | None] = [None] * 4
     if norm != "none" and draw.random() < 0.8:
         weight_dtype = dtype if draw.random() < 0.8 else FP32

@@ -19,9 +19,18 @@ def table_kind(cos: Tensor | None, rotary: int) -> Literal["none", "pair", "elem
 
 
 def check(
-    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, weights: tuple[Tensor | None, ...], cos: Tensor | None,
-    sin: Tensor | None, norm: str, rotary: int, pairing: str, out_layout: str,
-) -> None:  # fmt: skip
+    q: Tensor,
+    q2: Tensor | None,
+    k: Tensor | None,
+    k2: Tensor | None,
+    weights: tuple[Tensor | None, ...],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+) -> None:
     for name, value, allowed in (
         ("norm", norm, ("none", "head", "all")),
         ("pairing", pairing, ("interleaved", "half")),
@@ -70,7 +79,8 @@ def check_weights(
     wanted = [True, q2 is not None, k is not None, q2 is not None and k is not None]
     if any(given) and given != wanted:
         raise ValueError(
-            f"weights are given for {sum(given)} of {sum(wanted)} tensors, each stream of q and k needs its own"
+            f"weights are given for {sum(given)} of {sum(wanted)} tensors, "
+            "each stream of q and k needs its own"
         )
     if len({w.dtype for w in weights if w is not None}) > 1:
         raise ValueError(
@@ -83,7 +93,8 @@ def check_weights(
             continue
         if tuple(weight.shape) != (size,) or not weight.is_floating_point() or weight.device != q.device:
             raise ValueError(
-                f"a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, it needs to be [{size}] on {q.device}"
+                f"a weight is {weight.dtype} {list(weight.shape)} on {weight.device}, "
+                f"it needs to be [{size}] on {q.device}"
             )
 
 
@@ -103,18 +114,22 @@ def check_tables(
     widths = (rotary // 2,) if cos.is_complex() else (rotary, rotary // 2)
     if rotary % 2 or not 0 < rotary <= dim or cos.shape[-1] not in widths:
         raise ValueError(
-            f"a table {cos.shape[-1]} wide and {rotary} rotating columns of {dim}, it needs an even number and that or half"
+            f"a table {cos.shape[-1]} wide and {rotary} rotating columns of {dim}, "
+            "it needs an even number and that or half"
         )
     fits = {
         2: lambda: cos.shape[0] == tokens,
         3: lambda: cos.shape[0] in (1, batch) and cos.shape[1] == tokens,
-        4: lambda: cos.shape[0] in (1, batch) and cos.shape[1] == tokens
-        and (cos.shape[2] == 1 or all(cos.shape[2] == x.shape[2] for x in (q, k) if x is not None)),
-    }  # fmt: skip
+        4: lambda: (
+            cos.shape[0] in (1, batch)
+            and cos.shape[1] == tokens
+            and (cos.shape[2] == 1 or all(cos.shape[2] == x.shape[2] for x in (q, k) if x is not None))
+        ),
+    }
     if cos.dim() not in fits or not fits[cos.dim()]():
         raise ValueError(
-            f"cos is {list(cos.shape)}, it needs to be [tokens, width], [batch, tokens, width] or [batch, tokens, heads, width] "
-            f"for {tokens} tokens, a batch of {batch} and {heads} heads"
+            f"cos is {list(cos.shape)}, it needs to be [tokens, width], [batch, tokens, width] or "
+            f"[batch, tokens, heads, width] for {tokens} tokens, a batch of {batch} and {heads} heads"
         )
     for table in (cos, sin):
         if table is not None and table.device != q.device:

@@ -50,10 +50,23 @@ def table_steps(shape: Sizes, strides: Sizes) -> Sizes:
 
 @worked_out_once
 def plan(
-    shapes: tuple[Sizes | None, ...], strides: tuple[Sizes | None, ...], table_shape: Sizes, table_strides: Sizes, kind: str,
-    itemsize: int, table_itemsize: int, off: int, table_off: int, rotary: int, pairing: str, out_layout: str,
-    tokens: int, heads: int, chunks: int, by_head: bool,
-) -> Plan:  # fmt: skip
+    shapes: tuple[Sizes | None, ...],
+    strides: tuple[Sizes | None, ...],
+    table_shape: Sizes,
+    table_strides: Sizes,
+    kind: str,
+    itemsize: int,
+    table_itemsize: int,
+    off: int,
+    table_off: int,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    tokens: int,
+    heads: int,
+    chunks: int,
+    by_head: bool,
+) -> Plan:
     """`tokens` tokens and `chunks` times `heads` heads are one program's; next come other heads, or with
     `by_head` other tokens.
     """
@@ -80,10 +93,22 @@ def plan(
         max(4, table_itemsize), table_off, *table, rotary // 2 if half or kind == "pair" else rotary
     )
     constants = {
-        "D": dim, "RD": rotary, "RW": power_of_two(max(rotary, 2)), "EW": power_of_two(max(dim - rotary, 2)), "V": vector,
-        "TV": table_vector, "T": tokens, "BH": heads, "N": chunks, "HALF": half, "TABLE": kind, "TABLE_HEADS": table[2] != 0,
-        "STREAMS": 1 if q2 is None else 2, "KEYS": k is not None, "BY_HEAD": by_head,
-    }  # fmt: skip
+        "D": dim,
+        "RD": rotary,
+        "RW": power_of_two(max(rotary, 2)),
+        "EW": power_of_two(max(dim - rotary, 2)),
+        "V": vector,
+        "TV": table_vector,
+        "T": tokens,
+        "BH": heads,
+        "N": chunks,
+        "HALF": half,
+        "TABLE": kind,
+        "TABLE_HEADS": table[2] != 0,
+        "STREAMS": 1 if q2 is None else 2,
+        "KEYS": k is not None,
+        "BY_HEAD": by_head,
+    }
     groups = ceil_div(q_heads, heads * chunks) + ceil_div(k_heads, heads * chunks)
     tiles = ceil_div(length, tokens) + ceil_div(length2, tokens)
     numbers = (length, length2, q_heads, k_heads, *far, *table, *q_steps, *k_steps)
@@ -91,28 +116,58 @@ def plan(
 
 
 def planned(
-    streams: tuple[Tensor | None, ...], weights: tuple[Tensor | None, ...], cos: Tensor | None, sin: Tensor | None, eps: float,
-    norm: str, rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-    *, tokens: int, heads: int, chunks: int, warps: int, by_head: bool,
-) -> LaunchPlan:  # fmt: skip
+    streams: tuple[Tensor | None, ...],
+    weights: tuple[Tensor | None, ...],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    round_before_weight: bool,
+    *,
+    tokens: int,
+    heads: int,
+    chunks: int,
+    warps: int,
+    by_head: bool,
+) -> LaunchPlan:
     q, kind = streams[0], table_kind(cos, rotary)
     assert q is not None
     if kind == "complex" and cos is not None:
         cos = torch.view_as_real(cos).flatten(-2)
     weights = side_by_side(*weights)
     kernel, programs, q_shape, k_shape, numbers, constants = plan(
-        tuple([None if x is None else x.shape for x in streams]), tuple([None if x is None else x.stride() for x in streams]),
-        () if cos is None else cos.shape, () if cos is None else cos.stride(), kind, q.element_size(),
-        0 if cos is None else cos.element_size(), misaligned(*streams, *weights), misaligned(cos, sin), rotary, pairing, out_layout,
-        tokens, heads, chunks, by_head,
-    )  # fmt: skip
+        tuple([None if x is None else x.shape for x in streams]),
+        tuple([None if x is None else x.stride() for x in streams]),
+        () if cos is None else cos.shape,
+        () if cos is None else cos.stride(),
+        kind,
+        q.element_size(),
+        0 if cos is None else cos.element_size(),
+        misaligned(*streams, *weights),
+        misaligned(cos, sin),
+        rotary,
+        pairing,
+        out_layout,
+        tokens,
+        heads,
+        chunks,
+        by_head,
+    )
     q_out = torch.empty(q_shape, dtype=q.dtype, device=q.device)
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
     flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
     # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the
     # kernel.
     launch = Launch(
-        kernel, programs, (*streams, *weights, cos, sin, q_out, k_out), (eps, *numbers), {**constants, **flags}, warps,
+        kernel,
+        programs,
+        (*streams, *weights, cos, sin, q_out, k_out),
+        (eps, *numbers),
+        {**constants, **flags},
+        warps,
         {"enable_fp_fusion": False},
-    )  # fmt: skip
+    )
     return LaunchPlan((launch,), (q_out, q.new_empty(0) if k_out is None else k_out))

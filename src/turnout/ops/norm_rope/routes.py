@@ -55,7 +55,8 @@ def refuses_on_gpu(problem: NormRope, device: Device) -> Iterator[str]:
     if problem.dim > WIDEST:
         yield f"{problem.dim} columns a head, this route needs at most {WIDEST}"
     if problem.norm == "all" and max(problem.heads) * power_of_two(problem.dim) > MOST_ACROSS:
-        yield f"{max(problem.heads)} heads of {problem.dim} columns normalised together, this route needs at most {MOST_ACROSS}"
+        together = f"{max(problem.heads)} heads of {problem.dim} columns normalised together"
+        yield f"{together}, this route needs at most {MOST_ACROSS}"
 
 
 def refuses_exact(problem: NormRope, device: Device) -> Iterator[str]:
@@ -119,24 +120,58 @@ def one_pass_configs(problem: NormRope, device: Device) -> list[Config]:
 
 
 ONE_PASS: Any = {
-    "cost": gpu_cost, "configs": one_pass_configs, "prepare": prepare_from_plan, "version": 1,
+    "cost": gpu_cost,
+    "configs": one_pass_configs,
+    "prepare": prepare_from_plan,
+    "version": 1,
     "kernels": ("turnout.ops.norm_rope.kernels:norm_rope",),
-}  # fmt: skip
+}
 
 
 @NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)
 @NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, numerics="close", **ONE_PASS)
 @runs_plan
 def one_pass(
-    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
-    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
-    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-    *, tokens: int = 8, heads: int = 1, chunks: int = 8, warps: int = 4, by_head: bool = False,
-) -> LaunchPlan:  # fmt: skip
+    q: Tensor,
+    q2: Tensor | None,
+    k: Tensor | None,
+    k2: Tensor | None,
+    q_weight: Tensor | None,
+    q2_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k2_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    round_before_weight: bool,
+    *,
+    tokens: int = 8,
+    heads: int = 1,
+    chunks: int = 8,
+    warps: int = 4,
+    by_head: bool = False,
+) -> LaunchPlan:
     return planned(
-        (q, q2, k, k2), (q_weight, q2_weight, k_weight, k2_weight), cos, sin, eps, norm, rotary, pairing, out_layout,
-        round_before_weight, tokens=tokens, heads=heads, chunks=chunks, warps=warps, by_head=by_head,
-    )  # fmt: skip
+        (q, q2, k, k2),
+        (q_weight, q2_weight, k_weight, k2_weight),
+        cos,
+        sin,
+        eps,
+        norm,
+        rotary,
+        pairing,
+        out_layout,
+        round_before_weight,
+        tokens=tokens,
+        heads=heads,
+        chunks=chunks,
+        warps=warps,
+        by_head=by_head,
+    )
 
 
 # On a CPU
@@ -164,14 +199,31 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
 
 
 @NORM_ROPE.route(
-    "cpu-rows", refuses=refuses_on_cpu, cost=cpu_cost, numerics="close", version=1,
+    "cpu-rows",
+    refuses=refuses_on_cpu,
+    cost=cpu_cost,
+    numerics="close",
+    version=1,
     kernels=("turnout.ops.norm_rope.cpu_kernels:norm_rope",),
-)  # fmt: skip
+)
 def cpu_rows(
-    q: Tensor, q2: Tensor | None, k: Tensor | None, k2: Tensor | None, q_weight: Tensor | None, q2_weight: Tensor | None,
-    k_weight: Tensor | None, k2_weight: Tensor | None, cos: Tensor | None, sin: Tensor | None, eps: float, norm: str,
-    rotary: int, pairing: str, out_layout: str, round_before_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    q2: Tensor | None,
+    k: Tensor | None,
+    k2: Tensor | None,
+    q_weight: Tensor | None,
+    q2_weight: Tensor | None,
+    k_weight: Tensor | None,
+    k2_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    norm: str,
+    rotary: int,
+    pairing: str,
+    out_layout: str,
+    round_before_weight: bool,
+) -> tuple[Tensor, Tensor]:
     import numpy as np
 
     from turnout.ops.threads import import_uninterrupted, in_shares

@@ -45,9 +45,16 @@ class RmsNormSilu(NamedTuple):
     ) -> RmsNormSilu:
         check(x, weight, bias, dim, style, out)
         return RmsNormSilu(
-            tuple(x.shape), x.stride(), fresh_strides(x) if out is None else out.stride(), dim, x.dtype,
-            None if weight is None else weight.dtype, None if bias is None else bias.dtype, style, silu,
-        )  # fmt: skip
+            tuple(x.shape),
+            x.stride(),
+            fresh_strides(x) if out is None else out.stride(),
+            dim,
+            x.dtype,
+            None if weight is None else weight.dtype,
+            None if bias is None else bias.dtype,
+            style,
+            silu,
+        )
 
     @property
     def channels(self) -> int:
@@ -81,7 +88,8 @@ def check(
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if not x.is_floating_point() or not 0 <= dim < x.dim():
         raise ValueError(
-            f"x is {x.dtype} {list(x.shape)} with its channels in dimension {dim}, it needs floating-point ones"
+            f"x is {x.dtype} {list(x.shape)} with its channels in dimension {dim}, "
+            "it needs floating-point ones"
         )
     if style not in STYLES:
         raise ValueError(f"style {style!r}, it needs to be one of {', '.join(STYLES)}")
@@ -95,11 +103,13 @@ def check(
             or given.device != x.device
         ):
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, it needs to be [{x.shape[dim]}] on {x.device}"
+                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"it needs to be [{x.shape[dim]}] on {x.device}"
             )
     if out is not None and (out.shape != x.shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
-            f"out is {out.dtype} {list(out.shape)} on {out.device}, it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, "
+            f"it needs to be like x: {x.dtype} {list(x.shape)} on {x.device}"
         )
 
 
@@ -195,21 +205,41 @@ def reference_cost(problem: RmsNormSilu, device: Device) -> float | None:
 
 
 RMS_NORM_SILU = Op(
-    "rms_norm_silu", reference, problem_type=RmsNormSilu, cost=reference_cost, work=work, cases="turnout.ops.rms_norm_silu.cases",
-    family=family, autocast="ignore",
-)  # fmt: skip
+    "rms_norm_silu",
+    reference,
+    problem_type=RmsNormSilu,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.rms_norm_silu.cases",
+    family=family,
+    autocast="ignore",
+)
 
 RMS_NORM_SILU_INTO = Op(
-    "rms_norm_silu_into", reference_into, problem_type=RmsNormSiluInto, cost=reference_cost, work=work,
-    cases="turnout.ops.rms_norm_silu.cases_into", family=family, autocast="ignore", mutates=("out",),
-)  # fmt: skip
+    "rms_norm_silu_into",
+    reference_into,
+    problem_type=RmsNormSiluInto,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.rms_norm_silu.cases_into",
+    family=family,
+    autocast="ignore",
+    mutates=("out",),
+)
 
 
 @public(RMS_NORM_SILU, RMS_NORM_SILU_INTO)
 def rms_norm_silu(
-    x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float, dim: int = 1, silu: bool = True,
-    style: str = "rms_norm", out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    eps: float,
+    dim: int = 1,
+    silu: bool = True,
+    style: str = "rms_norm",
+    out: Tensor | None = None,
+) -> Tensor:
     """RMS norm over one dimension and SiLU in one pass, in any memory format: `silu(x / rms(x) * weight +
     bias)`.
 

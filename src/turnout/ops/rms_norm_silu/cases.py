@@ -26,9 +26,17 @@ def make_x(
 
 
 def case(
-    name: str, source: str, shape: tuple[int, ...], layout: str, dtype: torch.dtype = BF16, *,
-    style: str = "normalize", weight: bool = True, dim: int = 1, silu: bool = True,
-) -> Case:  # fmt: skip
+    name: str,
+    source: str,
+    shape: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype = BF16,
+    *,
+    style: str = "normalize",
+    weight: bool = True,
+    dim: int = 1,
+    silu: bool = True,
+) -> Case:
     def make(device: torch.device, seed: int) -> tuple:
         generator = seeded(device, seed)
         x = make_x(shape, layout, dtype, device, generator)
@@ -43,22 +51,45 @@ WAN, LTX = "Wan2.1 VAE, 480 x 832, a chunk of one latent frame", "LTX VAE, 512 x
 CALLS = [
     case("tiny", WAN, (1, 12, 2, 3, 5), LAST, FP32).only_for_tests(),
     case("tiny", WAN, (2, 6, 3, 5), FIRST, FP16).only_for_tests(),
-    case("last dimension", "a transformer's block", (3, 5, 40), FIRST, FP32, style="rms_norm", dim=2, silu=False),
-    *(case("wan", WAN, shape, layout) for layout in (LAST, FIRST) for shape in (
-        (1, 384, 1, 60, 104), (1, 384, 2, 60, 104), (1, 384, 4, 120, 208), (1, 192, 4, 240, 416), (1, 96, 4, 480, 832),
-    )),
+    case(
+        "last dimension",
+        "a transformer's block",
+        (3, 5, 40),
+        FIRST,
+        FP32,
+        style="rms_norm",
+        dim=2,
+        silu=False,
+    ),
+    *(
+        case("wan", WAN, shape, layout)
+        for layout in (LAST, FIRST)
+        for shape in (
+            (1, 384, 1, 60, 104),
+            (1, 384, 2, 60, 104),
+            (1, 384, 4, 120, 208),
+            (1, 192, 4, 240, 416),
+            (1, 96, 4, 480, 832),
+        )
+    ),
     case("wan 2.2", "Wan2.2 VAE, 704 x 1280", (1, 1024, 4, 88, 160), LAST),
     case("wan 2.2", "Wan2.2 VAE, 704 x 1280", (1, 256, 4, 352, 640), LAST),
     case("qwen", "Qwen-Image VAE, 1024 x 1024", (1, 96, 1, 1024, 1024), LAST),
-    *(case("ltx", LTX, (1, 128, 121, 128, 192), layout, style="rms_norm", weight=False) for layout in (LAST, FIRST)),
-    case("last dimension", "a transformer's block", (1, 4608, 3072), FIRST, style="rms_norm", dim=2, silu=False),
+    *(
+        case("ltx", LTX, (1, 128, 121, 128, 192), layout, style="rms_norm", weight=False)
+        for layout in (LAST, FIRST)
+    ),
+    case(
+        "last dimension", "a transformer's block", (1, 4608, 3072), FIRST, style="rms_norm", dim=2, silu=False
+    ),
     case("wan", WAN, (1, 96, 4, 480, 832), LAST, FP16),
     case("wan", WAN, (1, 96, 4, 480, 832), LAST, FP32),
     *(
         case("wan on a CPU", "Wan2.1 VAE, a small decode", (1, 96, 4, 60, 104), layout, dtype).only_on_a_cpu()
-        for dtype in (FP32, BF16) for layout in (LAST, FIRST)
+        for dtype in (FP32, BF16)
+        for layout in (LAST, FIRST)
     ),
-]  # fmt: skip
+]
 
 
 def eager(

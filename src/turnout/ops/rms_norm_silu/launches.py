@@ -31,9 +31,15 @@ def fill(sizes: tuple[int, ...], missing: int) -> tuple[int, ...]:
 
 @worked_out_once
 def rows_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], dim: int, itemsize: int, off: int,
-    rows: int, channels: int,
-) -> Plan:  # fmt: skip
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    dim: int,
+    itemsize: int,
+    off: int,
+    rows: int,
+    channels: int,
+) -> Plan:
     """Channels side by side: `rows` rows are one program's, in tiles of `channels` channels."""
     from turnout.ops.rms_norm_silu.kernels import rows as kernel
 
@@ -53,9 +59,15 @@ def rows_plan(
 
 @worked_out_once
 def planes_plan(
-    shape: tuple[int, ...], strides: tuple[int, ...], out_strides: tuple[int, ...], dim: int, itemsize: int, off: int,
-    positions: int, channels: int,
-) -> Plan:  # fmt: skip
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    dim: int,
+    itemsize: int,
+    off: int,
+    positions: int,
+    channels: int,
+) -> Plan:
     """Positions side by side: `positions` of them with all channels are one program's, in tiles of `channels`
     channels.
     """
@@ -70,9 +82,19 @@ def planes_plan(
 
 
 def along(
-    plan: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
-    *tile: int, warps: int, outputs: Tensor | None,
-) -> LaunchPlan:  # fmt: skip
+    plan: Any,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    *tile: int,
+    warps: int,
+    outputs: Tensor | None,
+) -> LaunchPlan:
     """The launch that one of the plans says."""
     kernel, programs, numbers, constants = plan(
         x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile

@@ -36,7 +36,8 @@ def refuses_anywhere(problem: RmsNormSilu) -> Iterator[str]:
 
 def refuses_layout(problem: RmsNormSilu, wanted: str) -> Iterator[str]:
     if layout(problem) != wanted:
-        yield f"{layout(problem)} with strides {list(problem.strides)} into {list(problem.out_strides)}, this route needs {wanted}"
+        strides = f"strides {list(problem.strides)} into {list(problem.out_strides)}"
+        yield f"{layout(problem)} with {strides}, this route needs {wanted}"
     sizes = Positions.of(problem.shape, problem.dim, problem.strides, problem.out_strides).sizes
     if len(sizes) > 3:
         yield f"positions in {len(sizes)} dimensions that do not fold, this route needs at most 3"
@@ -112,14 +113,23 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
 
 
 ROWS: Any = {
-    "refuses": refuses_rows, "cost": gpu_cost("rows"), "configs": rows_configs, "prepare": prepare_from_plan,
-    "numerics": "close", "version": 1,
+    "refuses": refuses_rows,
+    "cost": gpu_cost("rows"),
+    "configs": rows_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
     "kernels": ("turnout.ops.rms_norm_silu.kernels:rows",),
-}  # fmt: skip
+}
 PLANES: Any = {
-    "refuses": refuses_planes, "cost": gpu_cost("planes"), "configs": planes_configs, "prepare": prepare_from_plan,
-    "numerics": "close", "version": 1, "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
-}  # fmt: skip
+    "refuses": refuses_planes,
+    "cost": gpu_cost("planes"),
+    "configs": planes_configs,
+    "prepare": prepare_from_plan,
+    "numerics": "close",
+    "version": 1,
+    "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
+}
 INTO: Any = {"in_place": ("x",)}  # every kernel reads all channels of its positions before it writes there
 ONE_LAUNCH_INTO: Any = {**INTO, "fails_before_writing": True}
 
@@ -127,9 +137,18 @@ ONE_LAUNCH_INTO: Any = {**INTO, "fails_before_writing": True}
 @RMS_NORM_SILU.route("rows", **ROWS)
 @runs_plan
 def rows(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
-    *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    *,
+    rows: int = 32,
+    channels: int = 64,
+    warps: int = 4,
+) -> LaunchPlan:
     out = torch.empty_like(x)
     return along(
         rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out
@@ -139,9 +158,19 @@ def rows(
 @RMS_NORM_SILU_INTO.route("rows", **ROWS, **ONE_LAUNCH_INTO)
 @runs_plan
 def rows_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
-    *, rows: int = 32, channels: int = 64, warps: int = 4,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    *,
+    rows: int = 32,
+    channels: int = 64,
+    warps: int = 4,
+) -> LaunchPlan:
     return along(
         rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None
     )
@@ -150,9 +179,18 @@ def rows_into(
 @RMS_NORM_SILU.route("planes", **PLANES)
 @runs_plan
 def planes(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool,
-    *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    *,
+    positions: int = 64,
+    channels: int = 64,
+    warps: int = 8,
+) -> LaunchPlan:
     out = torch.empty_like(x)
     return along(
         planes_plan,
@@ -174,9 +212,19 @@ def planes(
 @RMS_NORM_SILU_INTO.route("planes", **PLANES, **ONE_LAUNCH_INTO)
 @runs_plan
 def planes_into(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, dim: int, style: str, silu: bool,
-    *, positions: int = 64, channels: int = 64, warps: int = 8,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+    *,
+    positions: int = 64,
+    channels: int = 64,
+    warps: int = 8,
+) -> LaunchPlan:
     return along(
         planes_plan,
         x,
@@ -266,9 +314,11 @@ def on_cpu(
 
 
 ON_CPU: Any = {
-    "cost": cpu_cost, "numerics": "close", "version": 1,
+    "cost": cpu_cost,
+    "numerics": "close",
+    "version": 1,
     "kernels": ("turnout.ops.rms_norm_silu.cpu_kernels:rows", "turnout.ops.rms_norm_silu.cpu_kernels:planes"),
-}  # fmt: skip
+}
 
 
 @RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)

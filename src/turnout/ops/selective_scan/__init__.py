@@ -32,15 +32,30 @@ class SelectiveScan(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-        dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool,
-    ) -> SelectiveScan:  # fmt: skip
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_softplus: bool,
+        initial_state: Tensor | None,
+        return_final_state: bool,
+    ) -> SelectiveScan:
         check(x, dt, A, B, C, D, z, dt_bias, initial_state)
         batch, dim, length = x.shape
         return SelectiveScan(
-            batch, dim, length, A.shape[1], tuple(() if t is None else t.stride() for t in (x, dt, B, C, z)),
-            tuple(None if t is None else t.dtype for t in (x, dt, A, B, C, D, z, dt_bias, initial_state)), dt_softplus, return_final_state,
-        )  # fmt: skip
+            batch,
+            dim,
+            length,
+            A.shape[1],
+            tuple(() if t is None else t.stride() for t in (x, dt, B, C, z)),
+            tuple(None if t is None else t.dtype for t in (x, dt, A, B, C, D, z, dt_bias, initial_state)),
+            dt_softplus,
+            return_final_state,
+        )
 
     @property
     def elements(self) -> int:
@@ -48,9 +63,16 @@ class SelectiveScan(NamedTuple):
 
 
 def check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
     initial_state: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Raise where shapes, dtypes or devices do not fit together. Looks at no values."""
     if x.dim() != 3:
         raise ValueError(f"x is {list(x.shape)}, it needs to be [batch, channels, length]")
@@ -59,9 +81,14 @@ def check(
         raise ValueError(f"A is {list(A.shape)}, it needs to be [channels, states] with {dim} channels")
     states = A.shape[1]
     needed = {
-        "dt": (dt, (batch, dim, length)), "B": (B, (batch, states, length)), "C": (C, (batch, states, length)), "D": (D, (dim,)),
-        "z": (z, (batch, dim, length)), "dt_bias": (dt_bias, (dim,)), "initial_state": (initial_state, (batch, dim, states)),
-    }  # fmt: skip
+        "dt": (dt, (batch, dim, length)),
+        "B": (B, (batch, states, length)),
+        "C": (C, (batch, states, length)),
+        "D": (D, (dim,)),
+        "z": (z, (batch, dim, length)),
+        "dt_bias": (dt_bias, (dim,)),
+        "initial_state": (initial_state, (batch, dim, states)),
+    }
     for name, (tensor, shape) in needed.items():
         if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, it needs to be {list(shape)}")
@@ -75,9 +102,18 @@ def check(
 
 
 def reference(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+) -> tuple[Tensor, Tensor]:
     """Chunk by chunk; inside a chunk the reach of every state doubles at each step.
 
     In float32 (float64 for float64), rounded once.
@@ -155,36 +191,80 @@ def family(problem: SelectiveScan) -> tuple[tuple, int]:
 
 
 def arguments(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None, return_final_state: bool = False,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     return x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, return_final_state
 
 
 SELECTIVE_SCAN = Op(
-    "selective_scan", reference, problem_type=SelectiveScan, cost=reference_cost, work=work, cases="turnout.ops.selective_scan.cases",
-    arguments=arguments, family=family, autocast="ignore",
-)  # fmt: skip
+    "selective_scan",
+    reference,
+    problem_type=SelectiveScan,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.selective_scan.cases",
+    arguments=arguments,
+    family=family,
+    autocast="ignore",
+)
 
 
 @overload
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = ..., z: Tensor | None = ...,
-    dt_bias: Tensor | None = ..., dt_softplus: bool = ..., initial_state: Tensor | None = ...,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = ...,
+    z: Tensor | None = ...,
+    dt_bias: Tensor | None = ...,
+    dt_softplus: bool = ...,
+    initial_state: Tensor | None = ...,
     return_final_state: Literal[False] = ...,
-) -> Tensor: ...  # fmt: skip
+) -> Tensor: ...
 @overload
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = ..., z: Tensor | None = ...,
-    dt_bias: Tensor | None = ..., dt_softplus: bool = ..., initial_state: Tensor | None = ...,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = ...,
+    z: Tensor | None = ...,
+    dt_bias: Tensor | None = ...,
+    dt_softplus: bool = ...,
+    initial_state: Tensor | None = ...,
     return_final_state: Literal[True],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, Tensor]: ...
 @public(SELECTIVE_SCAN)
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, initial_state: Tensor | None = None, return_final_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """The recurrence of Mamba: `h[l] = exp(dt[l] * A) * h[l-1] + dt[l] * x[l] * B[l]`, `y[l] = C[l] . h[l] +
     D * x[l]`, times `silu(z)`.
 

@@ -76,14 +76,33 @@ def configs(problem: SelectiveScan, device: Device) -> list[Config]:
 
 
 @SELECTIVE_SCAN.route(
-    "one-launch", refuses=refuses, cost=cost, configs=configs, prepare=prepare_from_plan, numerics="close", version=3,
+    "one-launch",
+    refuses=refuses,
+    cost=cost,
+    configs=configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=3,
     kernels=("turnout.ops.selective_scan.kernels:scan",),
-)  # fmt: skip
+)
 @runs_plan
 def one_launch(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None, dt_bias: Tensor | None,
-    dt_softplus: bool, initial_state: Tensor | None, return_final_state: bool, *, channels: int = 32, steps: int = 4, warps: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    initial_state: Tensor | None,
+    return_final_state: bool,
+    *,
+    channels: int = 32,
+    steps: int = 4,
+    warps: int = 1,
+) -> LaunchPlan:
     from turnout.ops.selective_scan.kernels import scan
 
     (batch, dim, length), states = x.shape, A.shape[1]
@@ -93,13 +112,27 @@ def one_launch(
     )
     none = (0, 0, 0)
     numbers = (
-        dim, length, *x.stride(), *dt.stride(), *A.stride(), *B.stride(), *C.stride(), *(none if z is None else z.stride()),
-        *(none if initial_state is None else initial_state.stride()), *y.stride(), *(final.stride() if return_final_state else none),
-    )  # fmt: skip
+        dim,
+        length,
+        *x.stride(),
+        *dt.stride(),
+        *A.stride(),
+        *B.stride(),
+        *C.stride(),
+        *(none if z is None else z.stride()),
+        *(none if initial_state is None else initial_state.stride()),
+        *y.stride(),
+        *(final.stride() if return_final_state else none),
+    )
     constants = {
-        "SOFTPLUS": dt_softplus, "LOG": False, "FINAL": return_final_state, "STATES": states, "N": max(2, power_of_two(states)),
-        "BD": channels, "STEPS": steps,
-    }  # fmt: skip
+        "SOFTPLUS": dt_softplus,
+        "LOG": False,
+        "FINAL": return_final_state,
+        "STATES": states,
+        "N": max(2, power_of_two(states)),
+        "BD": channels,
+        "STEPS": steps,
+    }
     skip, bias = (None if t is None else t.contiguous() for t in (D, dt_bias))
     tensors = (x, dt, A, B, C, skip, z, bias, initial_state, y, final)
     # A warp that reads far ahead has a scheduler for itself: all registers are its own, and ptxas need not

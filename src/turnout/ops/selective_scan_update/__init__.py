@@ -28,15 +28,29 @@ class SelectiveScanUpdate(NamedTuple):
 
     @staticmethod
     def of(
-        x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-        dt_bias: Tensor | None, dt_softplus: bool, log_rates: bool,
-    ) -> SelectiveScanUpdate:  # fmt: skip
+        x: Tensor,
+        state: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        dt_softplus: bool,
+        log_rates: bool,
+    ) -> SelectiveScanUpdate:
         check(x, state, dt, A, B, C, D, z, dt_bias)
         batch, dim = x.shape
         return SelectiveScanUpdate(
-            batch, dim, A.shape[1], tuple(() if t is None else t.stride() for t in (x, state, dt, A, B, C, z)),
-            tuple(None if t is None else t.dtype for t in (x, state, dt, A, B, C, D, z, dt_bias)), dt_softplus, log_rates,
-        )  # fmt: skip
+            batch,
+            dim,
+            A.shape[1],
+            tuple(() if t is None else t.stride() for t in (x, state, dt, A, B, C, z)),
+            tuple(None if t is None else t.dtype for t in (x, state, dt, A, B, C, D, z, dt_bias)),
+            dt_softplus,
+            log_rates,
+        )
 
 
 def check(
@@ -58,9 +72,16 @@ def check(
         raise ValueError(f"A is {list(A.shape)}, it needs to be [channels, states] with {dim} channels")
     states = A.shape[1]
     needed = {
-        "x": (x, (batch, dim)), "state": (state, (batch, dim, states)), "dt": (dt, (batch, dim)), "A": (A, (dim, states)),
-        "B": (B, (batch, states)), "C": (C, (batch, states)), "D": (D, (dim,)), "z": (z, (batch, dim)), "dt_bias": (dt_bias, (dim,)),
-    }  # fmt: skip
+        "x": (x, (batch, dim)),
+        "state": (state, (batch, dim, states)),
+        "dt": (dt, (batch, dim)),
+        "A": (A, (dim, states)),
+        "B": (B, (batch, states)),
+        "C": (C, (batch, states)),
+        "D": (D, (dim,)),
+        "z": (z, (batch, dim)),
+        "dt_bias": (dt_bias, (dim,)),
+    }
     for name, (tensor, shape) in needed.items():
         if tensor is None:
             continue
@@ -73,9 +94,18 @@ def check(
 
 
 def reference(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, log_rates: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    log_rates: bool,
+) -> Tensor:
     """In float32 (float64 for float64), rounded once."""
     check(x, state, dt, A, B, C, D, z, dt_bias)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -116,24 +146,50 @@ def reference_cost(problem: SelectiveScanUpdate, device: Device) -> float | None
 
 
 def arguments(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, log_rates: bool = False,
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    log_rates: bool = False,
+) -> tuple:
     """The reference's arguments of a public call."""
     return x, state, dt, A, B, C, D, z, dt_bias, dt_softplus, log_rates
 
 
 SELECTIVE_SCAN_UPDATE = Op(
-    "selective_scan_update", reference, problem_type=SelectiveScanUpdate, cost=reference_cost, work=work,
-    cases="turnout.ops.selective_scan_update.cases", arguments=arguments, autocast="ignore", mutates=("state",),
-)  # fmt: skip
+    "selective_scan_update",
+    reference,
+    problem_type=SelectiveScanUpdate,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.selective_scan_update.cases",
+    arguments=arguments,
+    autocast="ignore",
+    mutates=("state",),
+)
 
 
 @public(SELECTIVE_SCAN_UPDATE)
 def selective_scan_update(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None, z: Tensor | None = None,
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, log_rates: bool = False,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    log_rates: bool = False,
+) -> Tensor:
     """One more position of each sequence: what `selective_scan` would give there. `state` is updated in
     place.
 

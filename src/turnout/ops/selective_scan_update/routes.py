@@ -51,27 +51,67 @@ def configs(problem: SelectiveScanUpdate, device: Device) -> list[Config]:
 
 
 @SELECTIVE_SCAN_UPDATE.route(
-    "one-launch", refuses=refuses, cost=cost, configs=configs, prepare=prepare_from_plan, numerics="close", version=1,
-    kernels=("turnout.ops.selective_scan.kernels:scan",), fails_before_writing=True,
-)  # fmt: skip
+    "one-launch",
+    refuses=refuses,
+    cost=cost,
+    configs=configs,
+    prepare=prepare_from_plan,
+    numerics="close",
+    version=1,
+    kernels=("turnout.ops.selective_scan.kernels:scan",),
+    fails_before_writing=True,
+)
 @runs_plan
 def on_gpu(
-    x: Tensor, state: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
-    dt_bias: Tensor | None, dt_softplus: bool, log_rates: bool, *, channels: int = 32, warps: int = 1,
-) -> LaunchPlan:  # fmt: skip
+    x: Tensor,
+    state: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    log_rates: bool,
+    *,
+    channels: int = 32,
+    warps: int = 1,
+) -> LaunchPlan:
     from turnout.ops.selective_scan.kernels import scan
 
     (batch, dim), states = x.shape, A.shape[1]
     y = torch.empty((batch, dim), dtype=x.dtype, device=x.device)
     place = state.stride()
     numbers = (
-        dim, 1, *x.stride(), 0, *dt.stride(), 0, *A.stride(), *B.stride(), 0, *C.stride(), 0,
-        *((0, 0) if z is None else z.stride()), 0, *place, dim, 1, 0, *place,
-    )  # fmt: skip
+        dim,
+        1,
+        *x.stride(),
+        0,
+        *dt.stride(),
+        0,
+        *A.stride(),
+        *B.stride(),
+        0,
+        *C.stride(),
+        0,
+        *((0, 0) if z is None else z.stride()),
+        0,
+        *place,
+        dim,
+        1,
+        0,
+        *place,
+    )
     constants = {
-        "SOFTPLUS": dt_softplus, "LOG": log_rates, "FINAL": True, "STATES": states, "N": max(2, power_of_two(states)), "BD": channels,
+        "SOFTPLUS": dt_softplus,
+        "LOG": log_rates,
+        "FINAL": True,
+        "STATES": states,
+        "N": max(2, power_of_two(states)),
+        "BD": channels,
         "STEPS": 1,
-    }  # fmt: skip
+    }
     skip, bias = D if D is None else D.contiguous(), dt_bias if dt_bias is None else dt_bias.contiguous()
     tensors = (x, dt, A, B, C, skip, z, bias, state, y, state)
     launch = Launch(scan, batch * ceil_div(dim, channels), tensors, numbers, constants, warps)

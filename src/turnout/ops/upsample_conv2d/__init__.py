@@ -91,28 +91,34 @@ def work(problem: UpsampleConv2d) -> Work:
     """The small image read once, the output written once; a multiplication and an addition for each weight
     and pixel it falls on.
     """
-    found = costs.work(problem.large)
+    large_work = costs.work(problem.large)
     saved = (prod(problem.large.input) - prod(problem.small.input)) * problem.small.dtype.itemsize
-    return found._replace(
-        bytes=found.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products
+    return large_work._replace(
+        bytes=large_work.bytes - saved, flops=2 * prod(problem.large.output[:2]) * problem.products
     )
 
 
 def family(problem: UpsampleConv2d) -> tuple:
     """Problems that differ in the size of the image only, and its pixels."""
-    same, pixels = costs.family(problem.small)
-    return (same, problem.scale), 0 if problem.invalid() else pixels
+    without_sizes, pixels = costs.family(problem.small)
+    return (without_sizes, problem.scale), 0 if problem.invalid() else pixels
 
 
 def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     """The convolution on the large image, which is written before."""
-    found = costs.reference_cost(problem.large, device)
-    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+    seconds = costs.reference_cost(problem.large, device)
+    return (
+        None if seconds is None else seconds + costs.copying(prod(problem.large.input), problem.small, device)
+    )
 
 
 def arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, scale: int = 2, padding: int | Sequence[int] = 1,
-) -> tuple:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scale: int = 2,
+    padding: int | Sequence[int] = 1,
+) -> tuple:
     """The reference's arguments of a public call."""
     if not isinstance(scale, int) or scale < 1:
         raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
@@ -120,9 +126,18 @@ def arguments(
 
 
 UPSAMPLE_CONV2D = Op(
-    "upsample_conv2d", reference, problem_type=UpsampleConv2d, cost=reference_cost, work=work, cases="turnout.ops.upsample_conv2d.cases",
-    arguments=arguments, family=family, autocast="cast", vjp=vjp, ambient=torch_settings,
-)  # fmt: skip
+    "upsample_conv2d",
+    reference,
+    problem_type=UpsampleConv2d,
+    cost=reference_cost,
+    work=work,
+    cases="turnout.ops.upsample_conv2d.cases",
+    arguments=arguments,
+    family=family,
+    autocast="cast",
+    vjp=vjp,
+    ambient=torch_settings,
+)
 
 
 @public(UPSAMPLE_CONV2D)

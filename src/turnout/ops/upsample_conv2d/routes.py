@@ -63,7 +63,10 @@ def refuses_even_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str
         strict=True,
     ):
         if size % problem.scale or not axis.even:
-            yield f"{kernel} taps, padding {padding} and {size} outputs, this route needs phases of equal windows and outputs"
+            yield (
+                f"{kernel} taps, padding {padding} and {size} outputs, "
+                "this route needs phases of equal windows and outputs"
+            )
 
 
 def axes_of(problem: UpsampleConv2d) -> list[Axis]:
@@ -82,7 +85,10 @@ def refuses_vendor_phases(problem: UpsampleConv2d, device: Device) -> Iterator[s
         if precision_of(small.float32, channels, filters) != precision_of(
             small.float32, channels, problem.scale**2 * filters
         ):
-            yield f"{filters} filters, in float32 for cuDNN, whose phases it would multiply in TF32, this route needs a multiple of 4"
+            yield (
+                f"{filters} filters, in float32 for cuDNN, whose phases it would multiply in TF32, "
+                "this route needs a multiple of 4"
+            )
 
 
 def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
@@ -91,13 +97,13 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     filters = small._replace(
         weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem)))
     )
-    found = costs.channels_last_cost(filters, device)
+    seconds = costs.channels_last_cost(filters, device)
     on_cpu = device.type == "cpu"
     prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
     return (
         None
-        if found is None
-        else prepared + found + costs.copying(2 * prod(problem.large.output), small, device)
+        if seconds is None
+        else prepared + seconds + costs.copying(2 * prod(problem.large.output), small, device)
     )
 
 
@@ -118,8 +124,10 @@ def refuses_channels_last(problem: UpsampleConv2d, device: Device) -> Iterator[s
 
 
 def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
-    found = costs.channels_last_cost(problem.large, device)
-    return None if found is None else found + costs.copying(prod(problem.large.input), problem.small, device)
+    seconds = costs.channels_last_cost(problem.large, device)
+    return (
+        None if seconds is None else seconds + costs.copying(prod(problem.large.input), problem.small, device)
+    )
 
 
 @UPSAMPLE_CONV2D.route("channels-last", refuses=refuses_channels_last, cost=channels_last_cost, **IN_TORCH)
@@ -159,20 +167,26 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
     weight = (*small.weight[:2], 1, high.length, wide.length)
     return [
         Task(
-            clip_shape(small.input), weight, (*out[:3], out[3] // scale, out[4] // scale), clip_strides(small.input, small.input_strides),
-            (n, c, d, scale * h, scale * w), small.dtype, padding=(0, -top, -left),
+            clip_shape(small.input),
+            weight,
+            (*out[:3], out[3] // scale, out[4] // scale),
+            clip_strides(small.input, small.input_strides),
+            (n, c, d, scale * h, scale * w),
+            small.dtype,
+            padding=(0, -top, -left),
             precision=precision_of(small.float32, small.weight[1], small.weight[0]),
         )
-        for top in high.starts for left in wide.starts
-    ]  # fmt: skip
+        for top in high.starts
+        for left in wide.starts
+    ]
 
 
 def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
-    """What a route by this kernel is declared with."""
+    """The keywords that declare a route by this kernel."""
 
     def refuses(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
-        found = list(refuses_even_phases(problem, device))
-        yield from found or kernel.refuses_on(phase_tasks(problem)[0], device)
+        reasons = list(refuses_even_phases(problem, device))
+        yield from reasons or kernel.refuses_on(phase_tasks(problem)[0], device)
 
     def cost(problem: UpsampleConv2d, device: Device) -> float | None:
         seconds = [kernel.seconds(task, device) for task in phase_tasks(problem)]
@@ -193,9 +207,14 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare_by(plan_phases, kernel), "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare_by(plan_phases, kernel),
+        "numerics": "close",
+        "version": 1,
         "kernels": (*kernel.kernels, PHASE_FILTERS),
-    }  # fmt: skip
+    }
 
 
 def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[int, ...]:
@@ -236,8 +255,14 @@ def phase_by_phase(
 
 
 def plan_phases(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int], **config: Any
-) -> LaunchPlan | None:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    **config: Any,
+) -> LaunchPlan | None:
     """`phase_by_phase` on tensors as they are."""
     if known_format(input, weight) != LAST[4]:
         return None
@@ -249,34 +274,62 @@ def plan_phases(
         memory_format=LAST[4],
     )
     fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
-    filters = workspace.unflatten(0, (scale, scale)).permute(
-        0, 1, 2, 5, 3, 4
-    )  # [scale, scale, Cout, Cin, rows, columns]
+    # [scale, scale, Cout, Cin, rows, columns]
+    filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
     launches = [
         one_launch(
-            lowering, input, filters[a, b], bias, out[:, :, a::scale, b::scale], (1, 1), (-top, -left), (1, 1), None, config
+            lowering,
+            input,
+            filters[a, b],
+            bias,
+            out[:, :, a::scale, b::scale],
+            (1, 1),
+            (-top, -left),
+            (1, 1),
+            None,
+            config,
         )
-        for a, top in enumerate(high.starts) for b, left in enumerate(wide.starts)
-    ]  # fmt: skip
+        for a, top in enumerate(high.starts)
+        for b, left in enumerate(wide.starts)
+    ]
     known = [launch for launch in launches if launch is not None]
     return LaunchPlan((fill, *known), out, (Workspace(workspace),)) if len(known) == len(launches) else None
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
-    *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     config = {"pixels": pixels, "filters": filters, "channels": channels, "warps": warps}
     return phase_by_phase(GEMM, input, weight, bias, scale, padding, **config)
 
 
 @UPSAMPLE_CONV2D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int],
-    *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32, filters: int = 64,
-    stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: int,
+    padding: list[int],
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     config = {
         "share": share,
         "slots": slots,

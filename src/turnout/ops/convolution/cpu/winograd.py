@@ -27,7 +27,8 @@ from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import array, flat
 
 AT_ONCE = 64  # channels added up in one go: more make longer sums, and those lose more digits than torch does
-OF_SMALL = 24  # the same for calls that torch keeps for its own loop, which loses fewer on some CPUs; up to a twentieth slower
+# The same for calls that torch runs by its own loop, which loses fewer digits on some CPUs. Up to 5 % slower.
+OF_SMALL = 24
 MOST_BYTES = 12 * 2**20  # of a thread's transformed tiles
 MOST_FILTERS = 16 * 2**20  # bytes of transformed filters; more are done one part after the other
 MOST_FRAMES = 8  # that come out of a block
@@ -35,7 +36,7 @@ FEW_PARTS = 64  # of the filters, 2 us each: to wake a thread takes longer than 
 
 
 class Block(NamedTuple):
-    """What a thread works on at a time: frames that come out, tiles down and across, filters."""
+    """The block that a thread computes at a time: output frames, tiles down and across, filters."""
 
     chunk: int
     tall: int
@@ -47,10 +48,10 @@ class Block(NamedTuple):
 def block_of(
     plan: tuple[int, int, int, int], tiles: tuple[int, int], clips: int, threads: int, last: bool
 ) -> Block:
-    """Tiles enough to make up for reading all filters, and few enough for the cache. Where that is too little
-    for all threads, tiles or
-    filters are shared out, whichever are more: channels, filters, depth of the kernel and frames that come
-    out are the plan.
+    """Choose blocks with enough tiles to make up for reading all filters, and few enough for the cache.
+
+    Where that makes too few blocks for all threads, tiles or filters are divided, whichever are more. `plan`
+    holds channels, filters, depth of the kernel and output frames.
 
     >>> block_of((96, 96, 3, 4), (30, 52), 1, 2, True), block_of((384, 384, 3, 2), (4, 6), 1, 2, False)
     (Block(chunk=4, tall=2, wide=52, share=96), Block(chunk=2, tall=4, wide=6, share=96))
@@ -62,7 +63,7 @@ def block_of(
     blocks = clips * ceil_div(outputs, chunk) * ceil_div(across, wide)
 
     def longest(tall: int) -> int:
-        """What the thread with most tiles has, counted as they are multiplied."""
+        """The tiles of the busiest thread, each row of them rounded up to whole units."""
         return ceil_div(blocks * ceil_div(down, tall), threads) * ceil_div(tall * wide, unit) * unit
 
     highest = max(1, min(down, most // wide))
@@ -110,9 +111,14 @@ def by_winograd(
 
 
 def of_finite(
-    input: Tensor, weight: Tensor, bias: Tensor | None, padding: Sequence[int], dilation: Sequence[int], format: torch.memory_format,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    format: torch.memory_format,
     channels_at_once: int,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Clips, channels first or last as the format says. None if a number that comes out is not finite."""
     import numpy as np
 
@@ -162,11 +168,37 @@ def of_finite(
         parts = vectors * ceil_div(channels, kernels.CHANNELS)
         in_shares(transform, parts) if parts * depth > FEW_PARTS else transform(0, parts)
         plan = kernels.Plan(
-            channels, count, depth, dilation[0], frames, rows, columns, front, top, left, outputs, height, width,
-            block.chunk, block.tall, block.wide, min(block.share, count), ceil_div(channels, channels_at_once),
-        )  # fmt: skip
+            channels,
+            count,
+            depth,
+            dilation[0],
+            frames,
+            rows,
+            columns,
+            front,
+            top,
+            left,
+            outputs,
+            height,
+            width,
+            block.chunk,
+            block.tall,
+            block.wide,
+            min(block.share, count),
+            ceil_div(channels, channels_at_once),
+        )
         cuts = ((outputs, plan.chunk), (down, plan.tall), (across, plan.wide), (count, plan.share))
         blocks = clips * prod(ceil_div(n, size) for n, size in cuts)
-        given = (x, x_steps, u, point, shift[first:], flat(y[:, first : first + count]), y_steps, plan, last)
-        in_shares(functools.partial(kernels.convolve, *given, np.zeros(1, np.int64), odd, blocks), blocks)
+        operands = (
+            x,
+            x_steps,
+            u,
+            point,
+            shift[first:],
+            flat(y[:, first : first + count]),
+            y_steps,
+            plan,
+            last,
+        )
+        in_shares(functools.partial(kernels.convolve, *operands, np.zeros(1, np.int64), odd, blocks), blocks)
     return None if odd[0] else y

@@ -1,19 +1,24 @@
 """Implicit GEMM for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
 
-The kernels see axes [N, S, U, W, C]: S is shared (depth, or height where that suits better), U is the other one. A tile is SLOTS places
-along S times 128 pixels, half of them for each warpgroup. One place along S of the input serves up to KS of the tile's outputs: it is
-fetched once for all of them, and may be held in registers while it is multiplied. Shared memory is what bounds these kernels.
+The kernels see axes [N, S, U, W, C]: S is shared (depth, or height where that suits better), U is the other
+one. A tile is SLOTS places along S times 128 pixels, half of them for each warpgroup. One place along S of
+the input serves up to KS of the tile's outputs: it is fetched once for all of them, and may be held in
+registers while it is multiplied. Shared memory is what bounds these kernels.
 
-The 128 pixels are BOXES boxes of BU x BW, each fetched by itself: neighbours along W, and behind the last of a row the first of the next.
-So few pixels are computed for nothing where tiles in one piece would stick out. The two warpgroups share one box, or have theirs.
+The 128 pixels are BOXES boxes of BU x BW, each fetched by itself: neighbours along W, and behind the last of
+a row the first of the next. So few pixels are computed for nothing where tiles in one piece would stick out.
+The two warpgroups share one box, or have theirs.
 
-A group is one tap along U and W and one block of channels: SLOTS + KS - 1 places of the input and KS blocks of the weight, STAGES groups in
-flight. What lies outside of x TMA fills with zeros: that is the padding. Frames before the first may come from another tensor, `cache`:
-they are places along S, or, BY_FRAME, lie along U, where no box has pixels of two frames.
+A group is one tap along U and W and one block of channels: SLOTS + KS - 1 places of the input and KS blocks
+of the weight, STAGES groups in flight. What lies outside of x TMA fills with zeros: that is the padding.
+Frames before the first may come from another tensor, `cache`: they are places along S, or, BY_FRAME, lie
+along U, where no box has pixels of two frames.
 """
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
-# ruff: noqa: RUF005, RET505, SIM102 (no starred expressions in Triton, and what is known while compiling stands apart)
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false
+# No starred expressions in Triton, and what is known while compiling stands apart.
+# ruff: noqa: RUF005, RET505, SIM102
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,15 +34,16 @@ from turnout.launch.gluon import async_load, async_store, reinterpret
 
 # Sizes do not change the code: one compiled kernel serves all of them.
 NUMBERS = (
-    "tiles", "nw", "nt", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw", "filters", "OS", "OU", "OW",
+    "tiles", "nw", "nt", "nu", "ns", "channel_blocks", "frames", "size", "ps", "pu", "pw",
+    "filters", "OS", "OU", "OW",
     "on", "os", "ou", "ow", "oc", "rn", "rs", "ru", "rw", "rc",
 )  # fmt: skip
 
 
 @gluon.jit
 def place(tile, columns, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
-    """Column block, batch, first place along S and first box of a tile, of the nt tiles that the boxes of a place make. Blocks of columns
-    are neighbours: they read the same pixels."""
+    """Column block, batch, first place along S and first box of a tile, of the nt tiles that the boxes of a
+    place make. Blocks of columns are neighbours: they read the same pixels."""
     column = tile % columns
     tile = tile // columns
     box = (tile % nt) * BOXES
@@ -47,7 +53,7 @@ def place(tile, columns, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
 
 @gluon.jit
 def step(u, w, nw, BU: gl.constexpr, BW: gl.constexpr):
-    """From a box to the next one."""
+    """The first row u and column w of the next box, of nw boxes along W that are BU and BW apart."""
     w += BW
     past = w >= nw * BW
     return gl.where(past, u + BU, u), gl.where(past, 0, w)
@@ -55,7 +61,8 @@ def step(u, w, nw, BU: gl.constexpr, BW: gl.constexpr):
 
 @gluon.jit
 def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr):
-    """First and end of the taps along S that see anything but padding from place s; one at least, as a tile must have a group."""
+    """First and end of the taps along S that see anything but padding from place s; one at least, as a tile
+    must have a group."""
     first = s * 0
     end = first + KO
     if KO > 1:
@@ -67,16 +74,28 @@ def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.
 
 @gluon.jit
 def fetch(
-    x, cache, w1, w2, xs, b1, b2, full, free_x, free_b, tiles, columns, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
-    KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
-    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
-    BY_FRAME: gl.constexpr,
+    x, cache,  # TMA descriptors of [N, S, U, W, C]; cache: the frames before x, or None
+    w1, w2,  # TMA descriptors of the weight, BN1 and BN2 filters at a time
+    xs,  # shared memory: STAGES * PLACES * BOXES boxes of x
+    b1, b2,  # shared memory: STAGES * KS blocks of the weight
+    full, free_x, free_b,  # barriers, see `rings`
+    tiles, columns, nw, nt, ns,  # tiles; blocks of filters; boxes along W; tiles of a place; tiles along S
+    channel_blocks, frames, size,  # blocks of BC channels; frames of cache; places of x along S
+    ps, pu, pw,  # padding before the first element
+    KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr,  # taps, see `implicit_gemm`
+    TAP_S: gl.constexpr, TAP_U: gl.constexpr,
+    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr,  # dilation
+    REPLICATE: gl.constexpr,  # the first frame stands for those before it
+    SLOTS: gl.constexpr, STAGES: gl.constexpr,  # places along S of a tile; groups in flight
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,  # channels, filters of a block in two pieces
+    BY_FRAME: gl.constexpr,  # the frames of cache lie along U
 ):  # fmt: skip
-    """BU, BW: how far apart boxes are. They may overlap.
+    """Load the pixels and the weight of all groups of all tiles. BU, BW: how far apart boxes are. They may
+    overlap.
 
-    One warp with 24 registers a thread. Written out for all places, what it works out ahead would not fit: so LLVM must
-    not know how many there are, and `zero` is not known to be 0."""
+    One warp with 24 registers a thread. Written out for all places, what it works out ahead would not fit: so
+    LLVM must not know how many there are, and `zero` is not known to be 0."""
     zero = frames >> 31
     PLACES: gl.constexpr = SLOTS + KS - 1
     X_BYTES: gl.constexpr = 128 * BC * x.dtype.primitive_bitwidth // 8
@@ -116,7 +135,9 @@ def fetch(
                             for i in gl.static_range(BOXES):
                                 into = xs.index((stage * PLACES + p) * BOXES + i)
                                 to_u, to_w = at_u + ku * DU, at_w + kw * DW - pw
-                                fetch_box(x, cache, frames, n, frame, to_u, to_w, block * BC, ready, into, BY_FRAME)
+                                fetch_box(
+                                    x, cache, frames, n, frame, to_u, to_w, block * BC, ready, into, BY_FRAME
+                                )
                                 if i < BOXES - 1:
                                     at_u, at_w = step(at_u, at_w, nw, BU, BW)
                         group += 1
@@ -124,6 +145,7 @@ def fetch(
 
 @gluon.jit
 def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.constexpr):
+    """Load the box at [n, s, u, w, channel] from x, or from `cache` where it is before x, into `into`."""
     if cache is None:
         async_load(x, [n, s, u, w, channel], ready, into)
     elif BY_FRAME:
@@ -152,14 +174,14 @@ def hold_bias(bias, filters, first: gl.constexpr, apart: gl.constexpr, N: gl.con
     """The bias in shared memory, [BLOCKS, N]: to fetch it for every tile would be seen."""
     held = gl.allocate_shared_memory(gl.float32, [BLOCKS, N], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     for i in gl.static_range(BLOCKS):
-        filter = i * apart + first + gl.arange(0, N, gl.BlockedLayout([1], [32], [4], [0]))
+        filter = i * apart + first + gl.arange(0, N, gl.BlockedLayout([1], [32], [4], [0]))  # [N]
         held.index(i).store(gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32))
     return held
 
 
 @gluon.jit
 def begin(bias, column, N: gl.constexpr, layout: gl.constexpr, BIAS: gl.constexpr):
-    """A fresh accumulator."""
+    """A fresh accumulator [64, N]: zeros, or with BIAS the bias [N] of a block of filters in every row."""
     acc = gl.zeros((64, N), gl.float32, layout)
     if BIAS:
         acc += bias.index(column).load(gl.SliceLayout(0, layout))[None, :]
@@ -167,8 +189,13 @@ def begin(bias, column, N: gl.constexpr, layout: gl.constexpr, BIAS: gl.constexp
 
 
 @gluon.jit
-def multiply(a1, a2, b1, b2, accs, slot: gl.constexpr, SLOTS: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr):
-    """Adds a times a block of the weight to one slot's accumulators, without waiting."""
+def multiply(
+    a1, a2,  # [64, BC] pixels, in shared memory or in registers: one for each of the two products
+    b1, b2,  # BN1 * BC and BN2 * BC elements of the weight, in shared memory
+    accs,  # SLOTS accumulators [64, BN1], then with BN2 > 0 as many [64, BN2]
+    slot: gl.constexpr, SLOTS: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr,
+):  # fmt: skip
+    """Add pixels times a block of the weight to one slot's accumulators, without waiting."""
     first = warpgroup_mma(a1, b1.reshape([BN1, BC]).permute([1, 0]), accs[slot], is_async=True)
     accs = accs[:slot] + (first,) + accs[slot + 1 :]
     if BN2 > 0:
@@ -179,7 +206,8 @@ def multiply(a1, a2, b1, b2, accs, slot: gl.constexpr, SLOTS: gl.constexpr, BN1:
 
 @gluon.jit
 def settle(accs, used, outstanding: gl.constexpr):
-    """The accumulators, once all but the last products are done. `used` are operands in registers, which must live until then."""
+    """The accumulators, once all but the last products are done. `used` are operands in registers, which must
+    live until then."""
     if len(accs) + len(used) == 1:
         return (warpgroup_mma_wait(num_outstanding=outstanding, deps=accs),)
     else:
@@ -190,7 +218,9 @@ def settle(accs, used, outstanding: gl.constexpr):
 def rounded(a):
     """To the nearest TF32: the tensor cores would cut bits off."""
     if a.dtype == gl.float32:
-        a = gl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [a], dtype=gl.float32, is_pure=True, pack=1)
+        a = gl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [a], dtype=gl.float32, is_pure=True, pack=1
+        )
     return a
 
 
@@ -202,17 +232,25 @@ def products(p, slots, kernel, pieces):
 
 @gluon.jit
 def accumulate(
-    accs, group, groups, pixels, b1, b2, full, free_x, free_b, layout1: gl.constexpr, layout2: gl.constexpr,
-    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
-    RS: gl.constexpr, HALF: gl.constexpr,
+    accs,  # as in `multiply`
+    group, groups,  # groups before this tile, groups of it
+    pixels,  # shared memory: matrices [64, BC], two for each place, one for each warpgroup
+    b1, b2, full, free_x, free_b,  # as in `fetch`
+    layout1: gl.constexpr, layout2: gl.constexpr,  # of the accumulators [64, BN1] and [64, BN2]
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    RS: gl.constexpr,  # pixels go through registers
+    HALF: gl.constexpr,  # which warpgroup this is, 0 or 1
 ):  # fmt: skip
-    """All groups of one tile. `pixels` are matrices of 64, one for each warpgroup. With RS they are read once, into registers, for all
-    their products. Those of the last place have only one: read from shared memory, it may go on while the next group begins. TF32 is
-    rounded in registers, so there none goes past them."""
+    """All groups of one tile. `pixels` are matrices of 64, one for each warpgroup. With RS they are read
+    once, into registers, for all their products. Those of the last place have only one: read from shared
+    memory, it may go on while the next group begins. TF32 is rounded in registers, so there none goes past
+    them."""
     BITS: gl.constexpr = pixels.dtype.primitive_bitwidth
     PLACES: gl.constexpr = SLOTS + KS - 1
     PIECES: gl.constexpr = 2 if BN2 > 0 else 1
-    HELD: gl.constexpr = (PLACES if BITS == 32 else PLACES - 1) if RS else 0  # places that go through registers
+    # Places that go through registers.
+    HELD: gl.constexpr = (PLACES if BITS == 32 else PLACES - 1) if RS else 0
     gl.assume(groups > 0)  # else the sums are copied for the case that there is none (400 instructions)
     for g in range(groups):
         stage = group % STAGES
@@ -220,14 +258,21 @@ def accumulate(
         held = ()
         for p in gl.static_range(PLACES):
             mbarrier.wait(full.index(stage * PLACES + p), phase)
-            a1 = pixels.index(2 * (stage * PLACES + p) + HALF)
+            a1 = pixels.index(2 * (stage * PLACES + p) + HALF)  # [64, BC]
             a2 = a1
             if p < HELD:
-                a1 = rounded(a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS)))
-                a2 = gl.convert_layout(a1, gl.DotOperandLayout(operand_index=0, parent=layout2, k_width=32 // BITS))
+                a1 = rounded(
+                    a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS))
+                )
+                a2 = gl.convert_layout(
+                    a1, gl.DotOperandLayout(operand_index=0, parent=layout2, k_width=32 // BITS)
+                )
             for k in gl.static_range(KS):
                 if p - k >= 0 and p - k < SLOTS:
-                    accs = multiply(a1, a2, b1.index(stage * KS + k), b2.index(stage * KS + k), accs, p - k, SLOTS, BN1, BN2, BC)
+                    accs = multiply(
+                        a1, a2, b1.index(stage * KS + k), b2.index(stage * KS + k),
+                        accs, p - k, SLOTS, BN1, BN2, BC,
+                    )  # fmt: skip
             if p < HELD:
                 mbarrier.arrive(free_x.index(stage * PLACES + p), count=1)
             # From here on only this place's products may be under way, and what those before it used is free.
@@ -264,25 +309,43 @@ def panels(filters, dtype):
 
 
 @gluon.jit
-def fetch_residual(r, o, n, s, u, w, filter, arrived, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
+def fetch_residual(
+    r, o,  # TMA descriptor of the residual; shared memory: panels of boxes of the output
+    n, s, u, w, filter,  # where the box begins
+    arrived,  # barrier
+    first: gl.constexpr, apart: gl.constexpr,  # the first panel of this box, and how far apart they are
+    N: gl.constexpr, PANELS: gl.constexpr,  # filters, and panels that they are split into
+):  # fmt: skip
+    """Load a box of the residual to where the output will be."""
     for p in gl.static_range(PANELS):
         async_load(r, [n, s, u, w, filter + p * (N // PANELS)], arrived, o.index(first + p * apart))
 
 
 @gluon.jit
-def store(y, o, n, s, u, w, filter, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr):
+def store(
+    y, o, n, s, u, w, filter, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr,
+):  # fmt: skip
+    """Store a box of the output by its TMA descriptor y. Parameters as in `fetch_residual`."""
     for p in gl.static_range(PANELS):
         async_store(y, [n, s, u, w, filter + p * (N // PANELS)], o.index(first + p * apart))
 
 
 @gluon.jit
 def compute(
-    y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived, tiles, columns, nw, nt, ns, groups_of_tap,
-    frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr, KS: gl.constexpr,
-    SLOTS: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr,
-    BN1: gl.constexpr, BN2: gl.constexpr, BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,
+    y1, y2, r1, r2,  # TMA descriptors of output and residual, BN1 and BN2 filters; residual may be None
+    bias1, bias2,  # shared memory: see `hold_bias`
+    xs, b1, b2,  # as in `fetch`
+    o1, o2,  # shared memory for boxes of the output
+    full, free_x, free_b, arrived,  # barriers: see `rings`; arrived: boxes of the residual
+    tiles, columns, nw, nt, ns,  # as in `fetch`
+    groups_of_tap,  # groups of one of the KO taps
+    frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch`
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,  # RS, HALF: as in `accumulate`
 ):  # fmt: skip
-    """One warpgroup: half of every tile's pixels."""
+    """Multiply and write. One warpgroup: half of every tile's pixels."""
     BITS: gl.constexpr = y1.dtype.primitive_bitwidth
     OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1  # boxes of this warpgroup, or its half of one
     HALF_U: gl.constexpr = HALF * (BU // 2) if BOXES == 1 else 0
@@ -291,14 +354,19 @@ def compute(
     P2: gl.constexpr = panels(BN2, y1.dtype)
     O1: gl.constexpr = HALF * OWN * P1  # the first box of this warpgroup
     O2: gl.constexpr = HALF * OWN * P2
-    layout1: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN1, 256 // BITS])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN1, 256 // BITS]
+    )
     layout2: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN2 if BN2 > 0 else BN1, 256 // BITS]
     )
-    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)
-    out1, out2 = rows_of(o1, 2, 64, BN1).index(HALF), rows_of(o2, 2, 64, BN2 if BN2 > 0 else BN1).index(HALF)
+    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)  # matrices [64, BC]
+    out1, out2 = (
+        rows_of(o1, 2, 64, BN1).index(HALF),  # [64, BN1]
+        rows_of(o2, 2, 64, BN2 if BN2 > 0 else BN1).index(HALF),  # [64, BN2]
+    )
     group = 0
-    count = 0
+    count = 0  # times that a residual has been waited for
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         column, n, s, box = place(tile, columns, nt, ns, SLOTS, BOXES)
         f1, f2 = column * (BN1 + BN2), column * (BN1 + BN2) + BN1
@@ -313,7 +381,8 @@ def compute(
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
         groups = (end_tap - first_tap) * groups_of_tap
         accs = accumulate(
-            accs, group, groups, pixels, b1, b2, full, free_x, free_b, layout1, layout2, KS, SLOTS, STAGES, BC, BN1, BN2, RS, HALF
+            accs, group, groups, pixels, b1, b2, full, free_x, free_b, layout1, layout2,
+            KS, SLOTS, STAGES, BC, BN1, BN2, RS, HALF,
         )  # fmt: skip
         group += groups
         if BOXES > 1:
@@ -353,7 +422,11 @@ def compute(
 
 @gluon.jit
 def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
-    """Barriers: what has come, and what both warpgroups are done with."""
+    """Barriers: what has come, and what both warpgroups are done with.
+
+    full: one for each place of each stage, with its block of the weight; free_x: places; free_b: weight
+    blocks.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
     free_x = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
     free_b = gl.allocate_shared_memory(gl.int64, [STAGES * KS, 1], mbarrier.MBarrierLayout())
@@ -367,15 +440,25 @@ def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def implicit_gemm(
-    x, cache, w1, w2, y1, y2, r1, r2, bias,
-    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw, filters,
-    BLOCKS: gl.constexpr, KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,
-    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr, BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, RS: gl.constexpr,
-    BY_FRAME: gl.constexpr,
+    x, cache, w1, w2,  # TMA descriptors, as in `fetch`
+    y1, y2, r1, r2,  # TMA descriptors, as in `compute`
+    bias,  # [filters], or None
+    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
+    filters,
+    BLOCKS: gl.constexpr,  # of BN1 + BN2 filters
+    KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr,  # taps along S (twice), U, W
+    TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # how far apart taps along S and U are in the weight
+    DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch`
+    SLOTS: gl.constexpr, STAGES: gl.constexpr,
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    RS: gl.constexpr, BY_FRAME: gl.constexpr,  # as in `accumulate`, as in `fetch`
 ):  # fmt: skip
-    """out[pixel, filter] = sum over taps and channels. TAP_S, TAP_U: how far apart taps along S and U are in the weight [F, taps, C].
-    SLOTS > 1 needs KO = 1; else the taps along S are KO, one after the other, and KS = 1."""
+    """out[pixel, filter] = sum over taps and channels. A program takes every num_programs-th tile.
+
+    TAP_S, TAP_U: how far apart taps along S and U are in the weight [F, taps, C]. SLOTS > 1 needs KO = 1;
+    else the taps along S are KO, one after the other, and KS = 1.
+    """
     dtype: gl.constexpr = x.dtype
     PLACES: gl.constexpr = SLOTS + KS - 1
     xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES * BOXES] + x.block_shape, x.layout)
@@ -402,15 +485,18 @@ def implicit_gemm(
     groups = KU * KW * channel_blocks
     gl.warp_specialize(
         [
-            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived.index(0),
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2,
+                       full, free_x, free_b, arrived.index(0),
                        tiles, BLOCKS, nw, nt, ns, groups, frames, size, ps, KO, DS, REPLICATE,
                        KS, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BIAS, RS, 0)),
-            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2, full, free_x, free_b, arrived.index(1),
+            (compute, (y1, y2, r1, r2, bias1, bias2, xs, b1, b2, o1, o2,
+                       full, free_x, free_b, arrived.index(1),
                        tiles, BLOCKS, nw, nt, ns, groups, frames, size, ps, KO, DS, REPLICATE,
                        KS, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BIAS, RS, 1)),
             (fetch, (x, cache, w1, w2, xs, b1, b2, full, free_x, free_b,
                      tiles, BLOCKS, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
-                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE, SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BY_FRAME)),
+                     KO, KS, KU, KW, TAP_S, TAP_U, DS, DU, DW, REPLICATE,
+                     SLOTS, STAGES, BOXES, BU, BW, BC, BN1, BN2, BY_FRAME)),
         ],
         [4, 1],
         [240, 24],
@@ -419,5 +505,6 @@ def implicit_gemm(
 
 @gluon.jit(do_not_specialize=("count",))
 def round_to_tf32(x, y, count, BLOCK: gl.constexpr):
-    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [4], [0]))
+    """y = x rounded to the nearest TF32, `count` elements side by side. A program: BLOCK of them."""
+    at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [4], [0]))  # [BLOCK]
     gl.store(y + at, rounded(gl.load(x + at, mask=at < count)), mask=at < count)

@@ -1,14 +1,15 @@
 """Convolutions with few filters for Hopper, in Gluon: one warp fetches with TMA, two warpgroups multiply.
 
-Columns of the product are columns of the kernel, then filters, so a pixel is fetched once for all columns of the kernel. What belongs to
-one output pixel then stands in neighbouring rows of the sums, and is gathered from there. The two warpgroups' 64 pixels overlap by as many
-as the kernel is wide, less one.
+Columns of the product are columns of the kernel, then filters, so a pixel is fetched once for all columns of
+the kernel. What belongs to one output pixel then stands in neighbouring rows of the sums, and is gathered
+from there. The two warpgroups' 64 pixels overlap by as many as the kernel is wide, less one.
 
-`narrow_out` shares places along S among the outputs of a tile, as `implicit_gemm` does. `narrow_out_rolled` goes down the rows of a strip:
-each is fetched once, and added to all the outputs that see it. What bounds both is how fast the second-level cache hands out pixels.
+`narrow_out` shares places along S among the outputs of a tile, as `implicit_gemm` does. `narrow_out_rolled`
+goes down the rows of a strip: each is fetched once, and added to all the outputs that see it. What bounds
+both is how fast the second-level cache hands out pixels.
 """
-# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
 # ruff: noqa: RUF005 (no starred expressions in Triton)
 
 from triton.experimental import gluon
@@ -31,7 +32,9 @@ from turnout.ops.convolution.gpu.gluon_kernels import (
 
 @gluon.constexpr_function
 def sums_layout(columns, bits):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
+    )
 
 
 @gluon.jit
@@ -60,7 +63,9 @@ def write(
         beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)
         total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
     to = gl.cast(n, gl.int64) * on + gl.cast(s, gl.int64) * os + gl.cast(u, gl.int64) * ou
-    gl.store(out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside)
+    gl.store(
+        out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside
+    )
 
 
 @gluon.jit
@@ -99,7 +104,8 @@ def narrow_out(
     KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
     STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for each tap along U only."""
+    """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for
+    each tap along U only."""
     PLACES: gl.constexpr = SLOTS + KS - 1
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
     b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
@@ -121,8 +127,9 @@ def narrow_out(
 
 @gluon.jit
 def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
-    """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other one is: two strips then come to
-    the rows they share at the same time, and one of them finds these in the cache. Frames are neighbours: they read the same ones."""
+    """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other
+    one is: two strips then come to the rows they share at the same time, and one of them finds these in the
+    cache. Frames are neighbours: they read the same ones."""
     s = tile % ns
     tile = tile // ns
     w = (tile % nw) * (2 * WINDOW)
@@ -132,8 +139,9 @@ def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
 
 @gluon.jit
 def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a barrier: when another process
-    is given the card for a while, those 8 bytes do not come back as they were."""
+    """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a
+    barrier: when another process is given the card for a while, those 8 bytes do not come back as they
+    were."""
     made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -152,7 +160,9 @@ def fetch_rolled(
     for ku in range(KU):
         for ks in range(KS):
             for block in range(BLOCKS):
-                async_load(w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block))
+                async_load(
+                    w1, [0, 0, ks * KU + ku, block * BC], held, taps.index((ku * KS + ks) * BLOCKS + block)
+                )
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)
@@ -169,7 +179,10 @@ def fetch_rolled(
                     mbarrier.expect(ready, 128 * ROW_BYTES)
                     for half in gl.static_range(2):
                         into = xs.index(2 * stage + half)
-                        fetch_box(x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC, ready, into, False)
+                        fetch_box(
+                            x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC,
+                            ready, into, False,
+                        )  # fmt: skip
                     step += 1
 
 
@@ -179,10 +192,13 @@ def compute_rolled(
     KU: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to r, whose sums take turns: once
-    the last row an output sees has been added, it is written, and its place begins anew. Pixels are read once, into registers."""
+    """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to
+    r, whose sums take turns: once the last row an output sees has been added, it is written, and its place
+    begins anew. Pixels are read once, into registers."""
     layout: gl.constexpr = sums_layout(BK * BF, xs.dtype.primitive_bitwidth)
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth)
+    operand: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth
+    )
     none = gl.zeros((64, BK * BF), gl.float32, layout)
     mbarrier.wait(held, 0)
     step = 0
@@ -199,7 +215,9 @@ def compute_rolled(
                     pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)
                     for ku in gl.static_range(KU):
                         tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
-                        accs = multiply(pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC)
+                        accs = multiply(
+                            pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC
+                        )
                     # Triton makes the four warps meet here, so all of them have read their pixels.
                     mbarrier.arrive(free.index(stage), count=1)
                     accs = settle(accs, (pixels,), 0)

@@ -22,7 +22,7 @@ from turnout.launch import Launch, LaunchPlan, prepare_from_plan, start
 from turnout.launch import descriptors as tma
 from turnout.ops import needs
 from turnout.ops.convolution import costs
-from turnout.ops.convolution.gpu import launches, task, tiles
+from turnout.ops.convolution.gpu import launches, tiles
 from turnout.ops.convolution.gpu.launches import (
     GEMM,
     GEMM_HOPPER,
@@ -31,7 +31,14 @@ from turnout.ops.convolution.gpu.launches import (
     Lowering,
     direct_launch,
 )
-from turnout.ops.convolution.gpu.task import Task
+from turnout.ops.convolution.gpu.task import (
+    Task,
+    Triple,
+    implicit_gemm_hopper_refuses,
+    implicit_gemm_refuses,
+    narrow_out_hopper_refuses,
+    narrow_out_refuses,
+)
 from turnout.ops.convolution.layout import LAST, dense_strides, known_last, moved, output_in, torch_format
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
@@ -45,144 +52,152 @@ FITTED = "convolution.kernels"  # the section of a device's constants
 
 
 class Kernel(NamedTuple):
-    """What one of our kernels is declared with: refusals, configurations, its time beside reading and
-    writing, in seconds.
+    """One of our kernels as routes declare it.
+
+    `arithmetic` estimates the seconds of its products, without reading and writing. `kernels` names those
+    whose source decides the time, also the ones that copy or round before and after; not the fallback for
+    unaligned tensors.
     """
 
     refuses: Callable[[Task], Iterator[str]]
     configs: Callable[[Task, Device], list[Config]]
     arithmetic: Callable[[Task, Device], float | None]
     lowering: Lowering
-    kernels: tuple[
-        str, ...
-    ]  # also those that copy or round before and behind; not what unaligned tensors fall back to
+    kernels: tuple[str, ...]
 
     @property
     def hopper(self) -> bool:
         return self.lowering.launch is not None
 
-    def widened(self, given: Task) -> Task:
-        """The task as it is launched: with channels up to a whole number of TMA's 16 bytes, which are zeros
-        in a copy.
+    def widened(self, task: Task) -> Task:
+        """The task as it is launched.
+
+        A copy adds channels of zeros where TMA, which moves 16 bytes at a time, could not read the tensor.
         """
-        extra = extra_channels(self.lowering, given.x[1], given.dtype) if given.x[1] == given.weight[1] else 0
+        extra = extra_channels(self.lowering, task.x[1], task.dtype) if task.x[1] == task.weight[1] else 0
         if not extra:
-            return given
-        (batch, channels, *size), (filters, _, *taps) = given.x, given.weight
+            return task
+        (batch, channels, *size), (filters, _, *taps) = task.x, task.weight
         x = (batch, channels + extra, *size)
-        cache = (
-            dense_strides((batch, channels + extra, given.cache, *size[1:]), LAST[5])
-            if given.cache_strides
-            else None
+        cache = dense_strides((*x[:2], task.cache, *size[1:]), LAST[5]) if task.cache_strides else None
+        return task._replace(
+            x=x,
+            weight=(filters, channels + extra, *taps),
+            x_strides=dense_strides(x, LAST[5]),
+            cache_strides=cache,
         )
-        return given._replace(
-            x=x, weight=(filters, channels + extra, *taps), x_strides=dense_strides(x, LAST[5]), cache_strides=cache
-        )  # fmt: skip
 
-    def refuses_on(self, given: Task, device: Device) -> Iterator[str]:
+    def refuses_on(self, task: Task, device: Device) -> Iterator[str]:
         yield from needs.needs_hopper(device) if self.hopper else needs.needs_triton(device)
-        yield from self.refuses(given)
+        yield from self.refuses(task)
 
-    def seconds(self, given: Task, device: Device) -> float | None:
+    def seconds(self, task: Task, device: Device) -> float | None:
         """One launch: the longer of its arithmetic and of what it reads and writes."""
-        arithmetic = self.arithmetic(given, device)
-        bytes = (prod(given.x) + prod(given.weight) + prod(given.out)) * given.dtype.itemsize
-        return (
-            None
-            if arithmetic is None
-            else max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
-        )
+        arithmetic = self.arithmetic(task, device)
+        bytes = (prod(task.x) + prod(task.weight) + prod(task.out)) * task.dtype.itemsize
+        if arithmetic is None:
+            return None
+        return max(arithmetic, costs.gpu_moving(bytes, device, device.fitted(FITTED).moving))
 
-    def cost(self, given: Task, around: float, device: Device) -> float | None:
+    def cost(self, task: Task, around: float, device: Device) -> float | None:
         """The seconds of a call: `around` is what moving tensors from and to other layouts takes."""
-        task, fitted = self.widened(given), device.fitted(FITTED)
-        seconds = self.seconds(task, device)
-        if seconds is None or task is given:
+        launched, fitted = self.widened(task), device.fitted(FITTED)
+        seconds = self.seconds(launched, device)
+        if seconds is None or launched is task:
             return None if seconds is None else max(fitted.host, seconds + around)
         copied = costs.gpu_moving(
-            (prod(given.x) + 2 * prod(task.x)) * given.dtype.itemsize, device, fitted.widening
+            (prod(task.x) + 2 * prod(launched.x)) * task.dtype.itemsize, device, fitted.widening
         )
         return max(fitted.host + fitted.widening_host, seconds + around + copied)
 
 
-def peak_of(given: Task, device: Device) -> float | None:
-    kind = (
-        given.precision
-        if given.dtype is torch.float32 and given.precision == "tf32"
-        else str(given.dtype).removeprefix("torch.")
-    )
+def peak_of(task: Task, device: Device) -> float | None:
+    in_tf32 = task.dtype is torch.float32 and task.precision == "tf32"
+    kind = "tf32" if in_tf32 else str(task.dtype).removeprefix("torch.")
     peak = device.flops.get(kind)
     return None if peak is None else peak.value
 
 
-def portable_arithmetic(given: Task, device: Device) -> float | None:
-    """Filters are padded to a power of two; a quarter of the peak is what plain Triton reaches with gathered
-    pixels, less with few channels, hardly any where they do not make whole vectors."""
-    peak, channels, filters = (
-        peak_of(given, device),
-        given.weight[1],
-        max(32, 1 << (given.weight[0] - 1).bit_length()),
-    )
-    fitted = device.fitted(FITTED)
-    if channels * given.dtype.itemsize % 16:
+def portable_arithmetic(task: Task, device: Device) -> float | None:
+    """Estimate the seconds of the products in plain Triton, with filters padded to a power of two.
+
+    Gathered pixels let it reach a quarter of the peak. Few channels lower that share, and channels that do
+    not make whole vectors of 16 bytes leave hardly any of it.
+    """
+    peak, fitted = peak_of(task, device), device.fitted(FITTED)
+    if peak is None:
+        return None
+    channels, filters = task.weight[1], max(32, 1 << (task.weight[0] - 1).bit_length())
+    if channels * task.dtype.itemsize % 16:
         share = fitted.gathered_odd_channels
     elif channels < 32:
         share = fitted.gathered_few_channels
     else:
-        share = fitted.gathered_float32 if given.dtype is torch.float32 else fitted.gathered
-    return (
-        None
-        if peak is None
-        else 2 * prod(given.out) * prod(given.weight[1:]) * (filters / given.weight[0]) / (share * peak)
-    )
+        share = fitted.gathered_float32 if task.dtype is torch.float32 else fitted.gathered
+    return 2 * prod(task.out) * prod(task.weight[1:]) * (filters / task.weight[0]) / (share * peak)
 
 
-def hopper_arithmetic(given: Task, device: Device) -> float | None:
-    """The bound of the best tile: 0.9 to 1.1 times what was measured on an H200."""
-    found = tiles.best(given, device.shared, device.units, 1)
-    return found[0].cycles(given, device.units) / device.fitted(FITTED).hopper_clock if found else None
+def hopper_arithmetic(task: Task, device: Device) -> float | None:
+    """Estimate the seconds of the products by the bound of the best tile: 0.9 to 1.1 times an H200's time."""
+    fastest = tiles.best(task, device.shared, device.units, 1)
+    return fastest[0].cycles(task, device.units) / device.fitted(FITTED).hopper_clock if fastest else None
 
 
 def narrow_reading(kernel: str) -> Callable[[Task, Device], float]:
-    """Reading the input decides: at a share of the bandwidth with one depth of the kernel, slower for each
-    further one.
+    """Estimate the seconds of a kernel for few filters, whose time is that of reading the input.
+
+    It reaches a share of the bandwidth with one depth of the kernel, and less with each further one.
     """
 
-    def seconds(given: Task, device: Device) -> float:
+    def seconds(task: Task, device: Device) -> float:
         fitted = device.fitted(FITTED)
         alone, more = getattr(fitted, kernel), getattr(fitted, f"{kernel}_more_depth")
         return costs.gpu_moving(
-            prod(given.x) * given.dtype.itemsize, device, alone / (1 + more * (given.weight[2] - 1))
+            prod(task.x) * task.dtype.itemsize, device, alone / (1 + more * (task.weight[2] - 1))
         )
 
     return seconds
 
 
 IMPLICIT_GEMM = Kernel(
-    task.implicit_gemm_refuses, lambda given, device: launches.implicit_gemm_configs(given),
-    portable_arithmetic, GEMM, (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
-)  # fmt: skip
+    implicit_gemm_refuses,
+    lambda task, device: launches.implicit_gemm_configs(task),
+    portable_arithmetic,
+    GEMM,
+    (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
+)
 IMPLICIT_GEMM_HOPPER = Kernel(
-    task.implicit_gemm_hopper_refuses, launches.implicit_gemm_hopper_configs, hopper_arithmetic, GEMM_HOPPER,
+    implicit_gemm_hopper_refuses,
+    launches.implicit_gemm_hopper_configs,
+    hopper_arithmetic,
+    GEMM_HOPPER,
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
-)  # fmt: skip
+)
 NARROW_OUT = Kernel(
-    task.narrow_out_refuses, lambda given, device: launches.narrow_out_configs(device), narrow_reading("narrow"), NARROW,
+    narrow_out_refuses,
+    lambda task, device: launches.narrow_out_configs(device),
+    narrow_reading("narrow"),
+    NARROW,
     (f"{_HERE}.kernels:narrow_out", TRANSPOSE),
-)  # fmt: skip
+)
 NARROW_OUT_HOPPER = Kernel(
-    task.narrow_out_hopper_refuses, launches.narrow_out_hopper_configs, narrow_reading("narrow_hopper"), NARROW_HOPPER,
+    narrow_out_hopper_refuses,
+    launches.narrow_out_hopper_configs,
+    narrow_reading("narrow_hopper"),
+    NARROW_HOPPER,
     (
-        f"{_HERE}.gluon_narrow_kernels:narrow_out", f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
-        f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE,
+        f"{_HERE}.gluon_narrow_kernels:narrow_out",
+        f"{_HERE}.gluon_narrow_kernels:narrow_out_rolled",
+        f"{_HERE}.gluon_kernels:round_to_tf32",
+        TRANSPOSE,
     ),
-)  # fmt: skip
+)
 
 
 # From a problem to a task
 
 
-def triple(numbers: Sequence[int], front: int) -> task.Triple:
+def triple(numbers: Sequence[int], front: int) -> Triple:
     """Three numbers: a 2-D convolution has one frame."""
     return tuple(numbers) if len(numbers) == 3 else (front, *numbers)  # pyright: ignore[reportReturnType]
 
@@ -196,46 +211,55 @@ def clip_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def clip_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor that the kernels get: its own where channels are last, those of a copy where
-    they are not.
-    """
+    """The strides that the kernels see: the tensor's own if channels are last, else those of a copy."""
     if not channels_last(shape, strides):
         return dense_strides(clip_shape(shape), LAST[5])
     return (*strides[:2], strides[2] * shape[2], *strides[2:]) if len(shape) == 4 else strides
 
 
 def precision_of(float32: Float32, channels: int, filters: int) -> str:
-    """How float32 is multiplied: in TF32 where torch allows it and cuDNN would do so too, which it does for
-    channels in fours only.
+    """How float32 is multiplied: "tf32" where torch allows it and cuDNN would use it, else "ieee".
+
+    cuDNN uses TF32 only for channels and filters in fours.
     """
     return "tf32" if float32.conv == "tf32" and channels % 4 == 0 and filters % 4 == 0 else "ieee"
 
 
 def task_of(problem: Convolution) -> Task:
     """A valid convolution as the kernels see it."""
-    out, kept = clip_shape(problem.output), problem.residual
+    out, residual = clip_shape(problem.output), problem.residual
     return Task(
-        clip_shape(problem.input), clip_shape(problem.weight), out, clip_strides(problem.input, problem.input_strides),
-        dense_strides(out, LAST[5]), problem.dtype, triple(problem.stride, 1), triple(problem.padding, 0), triple(problem.dilation, 1),
+        clip_shape(problem.input),
+        clip_shape(problem.weight),
+        out,
+        clip_strides(problem.input, problem.input_strides),
+        dense_strides(out, LAST[5]),
+        problem.dtype,
+        triple(problem.stride, 1),
+        triple(problem.padding, 0),
+        triple(problem.dilation, 1),
         precision_of(problem.float32, problem.input[1], problem.weight[0]),
-        residual_strides=None if kept is None else clip_strides(kept.shape, kept.strides),
-    )  # fmt: skip
+        residual_strides=None if residual is None else clip_strides(residual.shape, residual.strides),
+    )
 
 
 def prepare_by(plan: Callable[..., LaunchPlan | None], kernel: Kernel) -> Prepare:
-    """How a route by this kernel is prepared: `plan(kernel.lowering, ...)` gives its launches."""
+    """Prepare a route by this kernel: `plan(kernel.lowering, ...)` gives its launches."""
     return functools.partial(prepare_from_plan, plan=functools.partial(plan, kernel.lowering))
 
 
 def declaration(kernel: Kernel) -> dict[str, Any]:
-    """What a route of conv2d or conv3d by this kernel is declared with."""
+    """The keywords that declare a route of conv2d or conv3d by this kernel."""
 
     def refuses(problem: Convolution, device: Device) -> Iterator[str]:
         why = problem.invalid()
         if why is not None:
             yield why
         elif problem.dtype != problem.weight_dtype or problem.bias_dtype not in (None, problem.dtype):
-            yield f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, this route needs the input's dtype"
+            yield (
+                f"a weight of {problem.weight_dtype} and a bias of {problem.bias_dtype}, "
+                "this route needs the input's dtype"
+            )
         else:
             yield from kernel.refuses_on(kernel.widened(task_of(problem)), device)
 
@@ -247,18 +271,23 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
 
     prepare = prepare_by(plan_convolution, kernel)
     return {
-        "refuses": refuses, "cost": cost, "configs": configs, "prepare": prepare, "numerics": "close", "version": 1,
+        "refuses": refuses,
+        "cost": cost,
+        "configs": configs,
+        "prepare": prepare,
+        "numerics": "close",
+        "version": 1,
         "kernels": kernel.kernels,
-    }  # fmt: skip
+    }
 
 
 # From tensors to a launch
 
 
 def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int:
-    """How many channels of zeros are put behind for a launch.
+    """How many channels of zeros a launch adds to those of the input.
 
-    (TF32 needs none: it is taken for channels in fours only.)
+    TF32 needs none: only channels in fours are multiplied in TF32.
     """
     if lowering is not GEMM_HOPPER or dtype not in (torch.float16, torch.bfloat16):
         return 0
@@ -266,12 +295,22 @@ def extra_channels(lowering: Lowering, channels: int, dtype: torch.dtype) -> int
 
 
 def one_launch(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    residual: Tensor | None,
+    config: Config,
+    cache: Tensor | None = None,
     pad_mode: str = "zeros",
-) -> Launch | None:  # fmt: skip
-    """The launch that fills `out` from tensors as they are, see `launch_into`; None where one has to be moved
-    first.
+) -> Launch | None:
+    """The launch that fills `out` (see `launch_into`) from tensors as they are.
+
+    None where one of the tensors has to be copied to another layout first.
     """
     if lowering.portable is None:
         return direct_launch(
@@ -284,17 +323,39 @@ def one_launch(
         return None
     x, taps, beside, before = (None if t is None else as_clip(t) for t in (input, weight, residual, cache))
     return lowering.portable(
-        x, taps, bias, as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0), dilation=triple(dilation, 1),
-        residual=beside, cache=before, pad_mode=pad_mode, precision=precision_in(input, weight), **config,
-    )  # fmt: skip
+        x,
+        taps,
+        bias,
+        as_clip(out),
+        stride=triple(stride, 1),
+        padding=triple(padding, 0),
+        dilation=triple(dilation, 1),
+        residual=beside,
+        cache=before,
+        pad_mode=pad_mode,
+        precision=precision_in(input, weight),
+        **config,
+    )
 
 
 def launch_into(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], residual: Tensor | None, config: Config, cache: Tensor | None = None,
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    residual: Tensor | None,
+    config: Config,
+    cache: Tensor | None = None,
     pad_mode: str = "zeros",
-) -> None:  # fmt: skip
-    """Fill `out`, `[N, Cout, D', H', W']` or without D', channels last."""
+) -> None:
+    """Convolve `input` into `out`, `[N, Cout, D', H', W']` or without D', channels last.
+
+    Tensors that the kernel cannot read are copied first.
+    """
     extra = extra_channels(lowering, input.shape[1], input.dtype)
     if extra:
         behind = (0, 0) * (input.dim() - 2) + (0, extra)
@@ -311,18 +372,26 @@ def launch_into(
         None if t is None else as_clip(with_channels_last(t)) for t in (input, weight, residual, cache)
     )
     lowering.general(
-        x, taps, None if bias is None else bias.contiguous(), as_clip(out), stride=triple(stride, 1), padding=triple(padding, 0),
-        dilation=triple(dilation, 1), residual=beside, cache=before, pad_mode=pad_mode, precision=precision, **config,
-    )  # fmt: skip
+        x,
+        taps,
+        None if bias is None else bias.contiguous(),
+        as_clip(out),
+        stride=triple(stride, 1),
+        padding=triple(padding, 0),
+        dilation=triple(dilation, 1),
+        residual=beside,
+        cache=before,
+        pad_mode=pad_mode,
+        precision=precision,
+        **config,
+    )
 
 
 def precision_in(input: Tensor, weight: Tensor) -> str:
-    """How a call's float32 is multiplied; half types are always multiplied as they are."""
-    return (
-        precision_of(Float32.of(input), input.shape[1], weight.shape[0])
-        if input.dtype is torch.float32
-        else "tf32"
-    )
+    """How a call multiplies float32: "tf32" or "ieee". Half types ignore it."""
+    if input.dtype is not torch.float32:
+        return "tf32"
+    return precision_of(Float32.of(input), input.shape[1], weight.shape[0])
 
 
 def with_channels_last(x: Tensor) -> Tensor:
@@ -332,18 +401,23 @@ def with_channels_last(x: Tensor) -> Tensor:
 
 @worked_out_once
 def known_output(input: Sequence[int], weight: Sequence[int], *numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a convolution with such stride, padding and dilation."""
-    return (
-        input[0],
-        weight[0],
-        *itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True)),
-    )
+    """The output shape of a convolution; `numbers` are its stride, padding and dilation."""
+    sizes = itertools.starmap(output_frames, zip(input[2:], weight[2:], *numbers, strict=True))
+    return (input[0], weight[0], *sizes)
 
 
 def convolved(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
-) -> Tensor:  # fmt: skip
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    **config: Any,
+) -> Tensor:
     """A 2-D or 3-D convolution by one launch."""
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
     out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[input.dim()])
@@ -352,10 +426,18 @@ def convolved(
 
 
 def plan_convolution(
-    lowering: Lowering, input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int],
-    dilation: list[int], groups: int, residual: Tensor | None, **config: Any,
-) -> LaunchPlan | None:  # fmt: skip
-    """`convolved` on tensors as they are, where all of it is one launch."""
+    lowering: Lowering,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    **config: Any,
+) -> LaunchPlan | None:
+    """The plan of `convolved` where all of it is one launch on tensors as they are; else None."""
     if torch_format(input, weight, bias, stride, padding, dilation, groups) != LAST[input.dim()]:
         return None
     shape = known_output(input.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation))
@@ -365,36 +447,90 @@ def plan_convolution(
 
 
 def with_implicit_gemm(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, pixels: int = 64, filters: int = 32, channels: int = 32, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    pixels: int = 64,
+    filters: int = 32,
+    channels: int = 32,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
 
 
 def with_implicit_gemm_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, share: str = "depth", slots: int = 1, rows: int = 8, columns: int = 16, channels: int = 32,
-    filters: int = 64, stages: int = 3, from_registers: bool = False,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    rows: int = 8,
+    columns: int = 16,
+    channels: int = 32,
+    filters: int = 64,
+    stages: int = 3,
+    from_registers: bool = False,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(
-        GEMM_HOPPER, *call, share=share, slots=slots, rows=rows, columns=columns, channels=channels, filters=filters,
-        stages=stages, from_registers=from_registers,
-    )  # fmt: skip
+        GEMM_HOPPER,
+        *call,
+        share=share,
+        slots=slots,
+        rows=rows,
+        columns=columns,
+        channels=channels,
+        filters=filters,
+        stages=stages,
+        from_registers=from_registers,
+    )
 
 
 def with_narrow_out(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, rows: int = 16, columns: int = 128, warps: int = 4,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    rows: int = 16,
+    columns: int = 128,
+    warps: int = 4,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
 
 
 def with_narrow_out_hopper(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    residual: Tensor | None, *, share: str = "depth", slots: int = 1, channels: int = 32, stages: int = 3,
-) -> Tensor:  # fmt: skip
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    residual: Tensor | None,
+    *,
+    share: str = "depth",
+    slots: int = 1,
+    channels: int = 32,
+    stages: int = 3,
+) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups, residual)
     return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)

@@ -19,10 +19,13 @@ MOST_NARROW = 64  # filters times columns of the kernel, each rounded up to a po
 
 
 class Task(NamedTuple):
-    """Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding` is
-    what stands before the first frame, row and column; what stands behind the last follows from the size of
-    `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache` counts
-    frames."""
+    """One convolution as the GPU kernels see it.
+
+    Shapes are logical, [N, C, D, H, W] and [F, C, KD, KH, KW]; a 2-D convolution has depth 1. `padding`
+    counts the zeros before the first frame, row and column; the padding behind the last follows from the size
+    of `out`. `precision` is how float32 is multiplied, "tf32" or "ieee"; other dtypes ignore it. `cache`
+    counts frames.
+    """
 
     x: tuple[int, ...]
     weight: tuple[int, ...]
@@ -41,8 +44,8 @@ class Task(NamedTuple):
 
     @property
     def frames_before(self) -> bool:
-        """Whether frames that are not zero stand before the first: only kernels that take frame by frame find
-        them.
+        """Whether frames that are not zero stand before the first: only kernels that read frame by frame can
+        use them.
         """
         return self.cache > 0 or self.replicates
 
@@ -65,18 +68,21 @@ class Task(NamedTuple):
 
 
 def implicit_gemm_refuses(task: Task) -> Iterator[str]:
-    """What `implicit_gemm` cannot do. Strides, layouts and channel counts are all welcome."""
+    """Reasons why `implicit_gemm` cannot take a task. Strides and layouts are never among them."""
     yield from needs.needs_dtype(task.dtype, torch.float32, torch.float16, torch.bfloat16)
     if not prod(task.out) or not prod(task.x) or not prod(task.weight):
         yield "an empty tensor, this route needs at least one element"
     if task.x[1] != task.weight[1]:
         yield f"{task.x[1] // max(task.weight[1], 1)} groups, this route needs 1"
     if task.cache_strides is not None and task.x[1] > 1 and task.cache_strides[1] != task.x_strides[1]:
-        yield f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, this route needs the same"
+        yield (
+            f"channels {task.cache_strides[1]} apart in the cache, {task.x_strides[1]} in the input, "
+            "this route needs the same"
+        )
 
 
 def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
-    """What `implicit_gemm_hopper` cannot do, beside running on another card than Hopper."""
+    """Reasons why `implicit_gemm_hopper` cannot take a task on a Hopper card."""
     yield from hopper_refuses(task)
     yield from needs_steps("filters", task.weight[0], task)
     yield from needs_tma("output", task.out, task.out_strides, task)
@@ -85,16 +91,19 @@ def implicit_gemm_hopper_refuses(task: Task) -> Iterator[str]:
 
 
 def narrow_out_refuses(task: Task) -> Iterator[str]:
-    """What `narrow_out` cannot do."""
+    """Reasons why `narrow_out` cannot take a task."""
     yield from implicit_gemm_refuses(task)
     yield from few_filters_refuse(task)
     _, channels, *kernel = task.weight
     if kernel[0] * kernel[1] * ceil_div(channels, 128) > MOST_HELD:
-        yield f"{channels} channels and a kernel of {kernel}, this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        yield (
+            f"{channels} channels and a kernel of {kernel}, "
+            f"this route needs at most {MOST_HELD} blocks of 128 channels, tap by tap"
+        )
 
 
 def narrow_out_hopper_refuses(task: Task) -> Iterator[str]:
-    """What `narrow_out_hopper` cannot do, beside running on another card than Hopper."""
+    """Reasons why `narrow_out_hopper` cannot take a task on a Hopper card."""
     yield from hopper_refuses(task)
     yield from few_filters_refuse(task)
     if max(task.weight[2:4]) > MOST_TAPS:
@@ -109,7 +118,10 @@ def few_filters_refuse(task: Task) -> Iterator[str]:
     filters, wide = task.weight[0], task.weight[4]
     columns = power_of_two(filters) * power_of_two(wide)
     if columns > MOST_NARROW:
-        yield f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, this route needs at most {MOST_NARROW}"
+        yield (
+            f"{filters} filters and {wide} columns of the kernel, {columns} as powers of two, "
+            f"this route needs at most {MOST_NARROW}"
+        )
 
 
 def hopper_refuses(task: Task) -> Iterator[str]:
@@ -132,4 +144,7 @@ def needs_steps(name: str, count: int, task: Task) -> Iterator[str]:
 def needs_tma(name: str, shape: tuple[int, ...], strides: tuple[int, ...], task: Task) -> Iterator[str]:
     last = (0, 2, 3, 4, 1)
     if not tma.fits([shape[a] for a in last], [strides[a] for a in last], task.dtype.itemsize):
-        yield f"{name} strides {strides}, this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        yield (
+            f"{name} strides {strides}, "
+            f"this route needs channels side by side and the others multiples of {tma.ALIGNMENT} bytes"
+        )

@@ -1,4 +1,4 @@
-"""Which tiles the Hopper kernels take: a model of what bounds each, the tensor cores or shared memory."""
+"""Choose tiles for the Hopper kernels by a model of their bounds: tensor cores, shared memory, cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.integers import ceil_div, power_of_two
 
 PIXELS = 128  # of one slot: 64 for each of two warpgroups
-REGISTERS = 210  # of a thread, of 240: for accumulators and what waits to be multiplied; with more, products wait for one another
+# Registers of a thread, of 240, for accumulators and operands: with more, products wait for one another.
+REGISTERS = 210
 BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
@@ -37,10 +38,13 @@ class Tile(NamedTuple):
         return PIXELS // (self.rows * self.columns)
 
     def cycles(self, task: Task, units: int) -> float:
-        """Of one multiprocessor, at about 1.6 GHz on an H200. Its tensor cores take half a cycle for a
-        filter, 64 pixels and 32 bytes of channels. Its shared memory gives them 140 bytes a cycle: filters
-        for every product, pixels too unless they are in registers. From the cache comes a row of up to 128
-        bytes, a pixel or a filter, every 1.7 cycles. (Fitted to twelve tiles on an H200.)"""
+        """Estimate the cycles of one multiprocessor, at about 1.6 GHz on an H200.
+
+        Its tensor cores take half a cycle for a filter, 64 pixels and 32 bytes of channels. Its shared memory
+        feeds them 140 bytes a cycle: filters for every product, pixels too unless they are in registers. The
+        cache delivers a row of up to 128 bytes, a pixel or a filter, every 1.7 cycles. Fitted to twelve tiles
+        on an H200.
+        """
         (_, channels, *kernel), (batch, count, *sizes) = task.weight, task.out
         s, u = (0, 1) if self.share == "depth" else (1, 0)
         taps = kernel[s] if self.slots > 1 else 1
@@ -69,33 +73,34 @@ class Tile(NamedTuple):
 
 @functools.lru_cache(4096)
 def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Tile, ...]:
-    """The fastest tile by that bound, within the shared memory of a card with so many multiprocessors, and
-    those with other slots, or in
-    one piece, that are nearly as fast: the bound is off by a tenth here and there."""
+    """The fastest tile by that bound, and others that are nearly as fast, as the bound is off by up to 10 %.
+
+    The others have another number of slots, or are one box. `shared` is the card's shared memory in bytes,
+    `units` its number of multiprocessors, `within` the slowest bound to return, as a multiple of the best.
+    """
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
     shared_axes = [
         (share, taps)
         for share, taps, dilation in axes[: 1 if task.replicates else 2]
         if 1 < taps <= 3 and dilation == 1
     ]
-    wide = [
-        n for n in FILTERS if n >= min(task.weight[0], 96)
-    ]  # narrower tiles fetch pixels more often than they have to
-    found = []
+    # Narrower tiles fetch pixels more often than they have to.
+    wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]
+    selected = []
     for slots in (1, 2, 4):
-        ways = [("depth", 1)] if slots == 1 else shared_axes
+        sharing = [("depth", 1)] if slots == 1 else shared_axes
         fitting = [
             t
-            for s, k in ways
+            for s, k in sharing
             for n in wide
             for c in (16, 32, 64)
             for t in shaped(task, s, slots, k, c, n, shared)
         ]
         ranked = sorted(fitting, key=lambda tile: tile.cycles(task, units))
-        found += ranked[:1]
-        if found and found[-1].boxes > 1:
-            found += [tile for tile in ranked if tile.boxes == 1][:1]
-    first, *others = sorted(found, key=lambda tile: tile.cycles(task, units))
+        selected += ranked[:1]
+        if selected and selected[-1].boxes > 1:
+            selected += [tile for tile in ranked if tile.boxes == 1][:1]
+    first, *others = sorted(selected, key=lambda tile: tile.cycles(task, units))
     return (
         first,
         *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)),
@@ -113,14 +118,21 @@ def shaped(
     stages = min(free // ((PIXELS * places + taps * filters) * row), 8)
     if not 32 <= row <= 128 or stages * places < 3:
         return []
-    ways = (
-        [True] if size == 4 else [False] if slots == 1 else [True, False]
-    )  # TF32 is rounded in registers; one product needs none
-    sources = [held for held in ways if slots * filters // 2 + held * row // 4 <= REGISTERS]
+    # Whether pixels go through registers: TF32 is rounded there; where each is used once, it does not pay.
+    sources = [True] if size == 4 else [False] if slots == 1 else [True, False]
+    sources = [
+        from_registers
+        for from_registers in sources
+        if slots * filters // 2 + from_registers * row // 4 <= REGISTERS
+    ]
     boxes = [(PIXELS // w, w) for w in COLUMNS] + [SMALL]
     if share == "height" and task.cache:  # frames may come from two tensors
         boxes = [(1, PIXELS // 2)]
-    return [Tile(share, slots, *box, channels, filters, stages, held) for box in boxes for held in sources]
+    return [
+        Tile(share, slots, *box, channels, filters, stages, from_registers)
+        for box in boxes
+        for from_registers in sources
+    ]
 
 
 def split(filters: int) -> list[int]:
@@ -166,15 +178,15 @@ def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
     wide, half = 128 // size, 64 // size
     fetched = {n: ceil_div(task.weight[1], n) * n for n in (wide, half)}
     at_once = [half] if fetched[half] < fetched[wide] else [wide, half]
-    found = rolled(task, shared, units)
+    candidates = rolled(task, shared, units)
     for channels, (most, resident) in itertools.product(at_once, ((4, 2), (8, 1))):
         slots = max(1, min(most, 256 // columns, power_of_two(places)))
         group = ((slots + taps - 1) * PIXELS + taps * columns) * channels * size
         stages = min(narrow_room(columns, shared, resident) // group, 4)
         tile = NarrowTile(share, slots, channels, stages)
         if stages > 0 and tile.resident(task.weight, size, shared) == resident:
-            found.append(tile)
-    return found
+            candidates.append(tile)
+    return candidates
 
 
 def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
@@ -195,16 +207,16 @@ def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
         return ceil_div(across * ceil_div(high, rows), 2 * units) * (rows + taps + 1)
 
     best = min(range(taps + 1, max(high, taps + 1) + taps, taps), key=steps)
-    found = []
+    candidates = []
     for row in (128, 64):
         weight = depth * taps * ceil_div(channels * size, row) * columns * row
         most = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
         if most >= 3 and (row == 128 or channels * size % 128):
-            found += [
+            candidates += [
                 NarrowTile("rolled", best, row // size, stages)
                 for stages in sorted({min(384 // row, most), most})
             ]
-    return found
+    return candidates
 
 
 def narrow_room(columns: int, shared: int, resident: int) -> int:
