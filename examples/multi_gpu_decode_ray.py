@@ -47,7 +47,7 @@ class Decoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor | None:
-        """The frames on the first rank, None on the others. latents: [B, C, T, H, W], the same on every rank."""
+        """The frames on the first rank, None on others. latents: [B, C, T, H, W], the same on every rank."""
         (video,) = self.vae.decode(latents.to(self.kind, torch.bfloat16), return_dict=False)
         return None if video is None else video.cpu()
 

@@ -72,9 +72,9 @@ def distribute(
     timeout: seconds to wait for another rank; then the call fails on all.
 
     A distributed `decode` or `encode` also takes a list of clips or images, of whatever sizes, and returns a
-    list. With split "auto" or "batch", and at least as many clips as ranks, each clip is computed whole by one
-    rank, and only results are sent; with fewer, each clip in turn is split. With gather="none" the clips of
-    other ranks are None.
+    list. With split "auto" or "batch", and at least as many clips as ranks, each clip is computed whole by
+    one rank, and only results are sent; with fewer, each clip in turn is split. With gather="none" the clips
+    of other ranks are None.
 
     Ranks compare versions, settings, measured tables, weights and shapes, and raise `RanksDiffer` where they
     are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
@@ -259,7 +259,7 @@ class Distribution:
     def _of_clips(
         self, vae: Any, name: str, clips: Sequence[Any], run: Callable[..., Any], args: tuple, kwargs: dict
     ) -> list[Any]:  # fmt: skip
-        """The same of several clips. Where there are as many as ranks, each is computed whole by one of them."""
+        """The same of several clips: whole ones for each rank where there are as many as ranks."""
         check_clips(name, clips)
         engine = self.engine
         of_all_ranks = self.gather == "none" and isinstance(engine, Lockstep)
