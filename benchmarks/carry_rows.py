@@ -32,22 +32,29 @@ def main() -> None:
     parser.add_argument(
         "--digests", action="store_true", help=argparse.SUPPRESS
     )  # a tree's own part of the work
-    given = parser.parse_args()
-    if given.digests:
-        print(json.dumps(digests(given.table)))
+    arguments = parser.parse_args()
+    if arguments.digests:
+        print(json.dumps(digests(arguments.table)))
         return
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
-            ["git", "-C", ROOT, "archive", given.commit, "src"], capture_output=True, check=True
+            ["git", "-C", ROOT, "archive", arguments.commit, "src"], capture_output=True, check=True
         )
         subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
-        before, after = (_in_tree(Path(tree), given) for tree in (folder, ROOT))
-    carry(given.table, before, after)
+        before, after = (_in_tree(Path(tree), arguments) for tree in (folder, ROOT))
+    carry(arguments.table, before, after)
 
 
-def _in_tree(tree: Path, given: argparse.Namespace) -> dict[str, str]:
+def _in_tree(tree: Path, arguments: argparse.Namespace) -> dict[str, str]:
     """What this script finds with the package of another tree."""
-    command = [sys.executable, str(Path(__file__)), given.commit, "--table", str(given.table), "--digests"]
+    command = [
+        sys.executable,
+        str(Path(__file__)),
+        arguments.commit,
+        "--table",
+        str(arguments.table),
+        "--digests",
+    ]
     path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
@@ -96,7 +103,7 @@ def digests(table: Path) -> dict[str, str]:
         for op in OPS.values()
     }
     compiled: dict[str, str] = {}
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
     for row in load_table(table).rows:
         op, problem = OPS[row.op], decode(OPS[row.op], row.problem)
         args = outlines[op.name].get(problem) or _convolution_arguments(problem)
@@ -123,10 +130,10 @@ def digests(table: Path) -> dict[str, str]:
             except Exception as failure:
                 print(f"{row.op} {name}: {type(failure).__name__}: {failure}", file=sys.stderr)
                 texts = []
-            found[json.dumps([row.identity, name])] = (
+            actual[json.dumps([row.identity, name])] = (
                 hashlib.sha256("".join(texts).encode()).hexdigest() if texts else ""
             )
-    return found
+    return actual
 
 
 def _kind(x: object) -> object:

@@ -18,10 +18,10 @@ from turnout.models.accelerate import KNOWN, _instances, _key
 
 
 def outputs(name: str, model: torch.nn.Module) -> list[torch.Tensor]:
-    found = [ZOO[name][1](model)]
+    result = [ZOO[name][1](model)]
     if name in CLIPS:
-        found.append(model.encode(random(*CLIPS[name])).latent_dist.mean)
-    return found
+        result.append(model.encode(random(*CLIPS[name])).latent_dist.mean)
+    return result
 
 
 def agrees(name: str) -> set[str] | None:
@@ -33,11 +33,11 @@ def agrees(name: str) -> set[str] | None:
         with torch.no_grad():
             expected = outputs(name, model)
             turnout.accelerate(model)
-            found = outputs(name, model)
+            actual = outputs(name, model)
     except Exception as error:
         print(f"{name}: {type(error).__name__}: {str(error)[:100]}")
         return None
-    worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, expected, strict=True))
+    worst = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(actual, expected, strict=True))
     print(f"{name}: {worst:.1e}")
     return {key for _, each in _instances(model) if (key := _key(each, KNOWN))} if worst <= 3e-5 else None
 

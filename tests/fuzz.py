@@ -313,11 +313,11 @@ class Counts:
 
     @property
     def calls(self) -> int:
-        return sum(found["calls"] for found in self.ops.values())
+        return sum(result["calls"] for result in self.ops.values())
 
     @property
     def wrong(self) -> int:
-        return sum(len(found["wrong"]) for found in self.ops.values())
+        return sum(len(result["wrong"]) for result in self.ops.values())
 
     def save(self) -> None:
         content = {
@@ -330,28 +330,28 @@ class Counts:
             sys.exit(f"{self.file} cannot be written; --state names another folder")
 
 
-def try_case(op: Op, seed: int, device: torch.device, found: dict[str, Any]) -> Iterator[str]:
+def try_case(op: Op, seed: int, device: torch.device, result: dict[str, Any]) -> Iterator[str]:
     """Run one case and count it. Gives a line for each thing that is wrong."""
     call = call_of(op, seed, device)
     args, changes = call
     refused, why = refused_by_both(op, args)
-    found["cases"] += 1
-    found["refused"] += refused
+    result["cases"] += 1
+    result["refused"] += refused
     verdicts = iter([(REFERENCE, why)] if why else []) if refused else complaints(op, call)
     tensors = [x for x in args if isinstance(x, Tensor)]
     if not refused:
-        found["empty"] += any(not x.numel() for x in tensors)
-        found["odd"] += any(size % 2 for x in tensors for size in x.shape)
+        result["empty"] += any(not x.numel() for x in tensors)
+        result["odd"] += any(size % 2 for x in tensors for size in x.shape)
         for kind in dict.fromkeys(str(x.dtype).removeprefix("torch.") for x in tensors):
-            found["dtypes"][kind] = found["dtypes"].get(kind, 0) + 1
+            result["dtypes"][kind] = result["dtypes"].get(kind, 0) + 1
         for change in changes:
-            found["changes"][change] = found["changes"].get(change, 0) + 1
+            result["changes"][change] = result["changes"].get(change, 0) + 1
     for name, why in verdicts:
-        found["calls"] += 1
-        found["routes"][name] = found["routes"].get(name, 0) + 1
+        result["calls"] += 1
+        result["routes"][name] = result["routes"].get(name, 0) + 1
         if why is not None:
             case = f"{op.name}:{seed}"
-            found["wrong"].append({"case": case, "route": name, "why": why, "changes": list(changes)})
+            result["wrong"].append({"case": case, "route": name, "why": why, "changes": list(changes)})
             yield f"wrong: {op.name} {name}, --only {case}: {why} ({', '.join(changes) or 'as it was'})"
 
 
@@ -371,8 +371,8 @@ def run(counts: Counts, calls: int, device: torch.device, ops: list[Op], say: Ca
                 counts.save()
                 pace = counts.calls / max(counts.seconds, 1e-9)
                 left = max(0, calls - counts.calls) / max(pace, 1e-9) / 60
-                made = f"{counts.calls} of {calls} calls, {counts.wrong} wrong"
-                say(f"{made}, {pace:.0f} a second, {left:.0f} min to go")
+                progress = f"{counts.calls} of {calls} calls, {counts.wrong} wrong"
+                say(f"{progress}, {pace:.0f} a second, {left:.0f} min to go")
     finally:
         counts.seconds = time.monotonic() - began
         counts.save()
@@ -380,10 +380,10 @@ def run(counts: Counts, calls: int, device: torch.device, ops: list[Op], say: Ca
 
 def keep(counts: Counts, device: torch.device, path: Path) -> None:
     """A line for each op among the results."""
-    for name, found in sorted(counts.ops.items()):
+    for name, result in sorted(counts.ops.items()):
         row = {
             "op": name,
-            **found,
+            **result,
             "seed": counts.seed,
             "device": Device.of(device).name,
             "commits": counts.commits,
@@ -407,9 +407,9 @@ def main() -> int:
     parser.add_argument("--state", type=Path, default=HOME / ".fuzz", help="where the state of runs is kept")
     parser.add_argument("--out", type=Path, help="a folder of results: counts are written to its fuzz.jsonl")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads on a CPU")
-    given = parser.parse_args()
-    device = torch.device(given.device)
-    torch.set_num_threads(given.threads)
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    torch.set_num_threads(arguments.threads)
     # Fresh memory is full of NaN. Only a warning, as not every op of torch has a deterministic form on a GPU.
     torch.use_deterministic_algorithms(True, warn_only=True)
     warnings.filterwarnings("ignore")
@@ -417,8 +417,8 @@ def main() -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
-    if given.only:
-        name, _, seed = given.only.partition(":")
+    if arguments.only:
+        name, _, seed = arguments.only.partition(":")
         lines = list(
             try_case(
                 OPS[name],
@@ -427,28 +427,29 @@ def main() -> int:
                 collections.defaultdict(int, routes={}, changes={}, dtypes={}, wrong=[]),
             )
         )
-        say("\n".join(lines) or f"{given.only}: nothing is wrong")
+        say("\n".join(lines) or f"{arguments.only}: nothing is wrong")
         return 1 if lines else 0
-    ops = [OPS[name] for name in given.op or OPS]
-    chosen = "-".join(sorted(given.op or ["all"]))
+    ops = [OPS[name] for name in arguments.op or OPS]
+    chosen = "-".join(sorted(arguments.op or ["all"]))
     counts = Counts(
-        given.state / f"{Device.of(device).slug}-torch-{torch.__version__}-{chosen}-{given.seed}.json",
-        given.seed,
+        arguments.state
+        / f"{Device.of(device).slug}-torch-{torch.__version__}-{chosen}-{arguments.seed}.json",
+        arguments.seed,
     )
     if counts.cases:
         say(f"going on after {counts.calls} calls of {counts.file}")
     try:
         with torch.no_grad():
-            run(counts, given.calls, device, ops, say)
+            run(counts, arguments.calls, device, ops, say)
     except KeyboardInterrupt:
         say(f"stopped; the same command goes on from {counts.calls} calls")
-    for name, found in sorted(counts.ops.items()):
-        routes = ", ".join(f"{route} {count}" for route, count in sorted(found["routes"].items()))
-        cases = found["cases"] - found["refused"]
-        say(f"{name}: {found['calls']} calls of {cases} cases, {len(found['wrong'])} wrong ({routes})")
+    for name, result in sorted(counts.ops.items()):
+        routes = ", ".join(f"{route} {count}" for route, count in sorted(result["routes"].items()))
+        cases = result["cases"] - result["refused"]
+        say(f"{name}: {result['calls']} calls of {cases} cases, {len(result['wrong'])} wrong ({routes})")
     say(f"{counts.calls} calls, {counts.wrong} wrong, {counts.seconds:.0f} s")
-    if given.out:
-        keep(counts, device, given.out / "fuzz.jsonl")
+    if arguments.out:
+        keep(counts, device, arguments.out / "fuzz.jsonl")
     return 1 if counts.wrong else 0
 
 

@@ -22,20 +22,20 @@ def calls(op, route, device, target, count, seeds=300, gaps=True):
 
     gaps: also calls with tensors that have gaps in memory.
     """
-    found = {dtype: [] for dtype in DTYPES}
+    collected = {dtype: [] for dtype in DTYPES}
     for seed in range(seeds):
-        if all(len(room) == count for room in found.values()):
+        if all(len(room) == count for room in collected.values()):
             break
         args = random_call(op, seed, device)
-        room = found.get(args[0].dtype)
+        room = collected.get(args[0].dtype)
         if room is None or len(room) == count or not args[0].numel():
             continue
         if not gaps and any(x.clone().stride() != x.stride() for x in tensors_of(args)):
             continue
         if not any(route.refuses(op.problem(*args), target)):
             room.append(tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args))
-    assert any(found.values()), f"no calls of {op.name} {route.name} in {DTYPES} among the random calls"
-    return list(itertools.chain(*found.values()))
+    assert any(collected.values()), f"no calls of {op.name} {route.name} in {DTYPES} among the random calls"
+    return list(itertools.chain(*collected.values()))
 
 
 def as_tuple(result):
@@ -80,18 +80,18 @@ def check_written_later(op, name, args):
     """A call that records no gradients: what it returns is written in place, with and without gradients, and
     nothing else changes by that, neither an argument nor another output."""
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-        given = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
-        storages = Storages(given)
+        arguments = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
+        storages = Storages(arguments)
         with mode():
-            results = call(op, name, given)
+            results = call(op, name, arguments)
             storages.check(results)
             if torch.is_inference_mode_enabled():
-                assert_apart(results, given, lambda y: y.mul_(2))
+                assert_apart(results, arguments, lambda y: y.mul_(2))
                 continue
-        if name == REFERENCE and torch_gives_a_view(op, given):
+        if name == REFERENCE and torch_gives_a_view(op, arguments):
             continue
         assert not any(y._is_view() for y in results), (op.name, name)
-        assert_apart(results, given, mul_by_what_wants_gradients)
+        assert_apart(results, arguments, mul_by_what_wants_gradients)
         storages.check(())
         for y in results:
             assert y.unsqueeze_(0).dim() > 0  # torch refuses that to what `detach` gives
@@ -122,15 +122,15 @@ def check_written_while_recording(op, name, args):
     and those of the reference, within rounding."""
     count = len([y for y in outputs_of(op, op.reference, args) if y.is_floating_point() and y.numel()])
     for which, (words, (in_place, apart)) in itertools.product(range(count), IN_PLACE.items()):
-        found, outputs = gradients(op, name, args, which, in_place)
+        actual, outputs = gradients(op, name, args, which, in_place)
         expected, expected_outputs = gradients(op, name, args, which, apart)
         assert all(map(same, outputs, expected_outputs)), (op.name, name, words)
-        assert all(map(close, found, expected)), (op.name, name, words)
+        assert all(map(close, actual, expected)), (op.name, name, words)
     for which in range(count):
-        found, _ = gradients(op, name, args, which, IN_PLACE["mul_"][0])
+        actual, _ = gradients(op, name, args, which, IN_PLACE["mul_"][0])
         expected, _ = gradients(op, REFERENCE, args, which, IN_PLACE["mul_"][1])
-        assert found
-        assert all(map(close, found, expected)), (op.name, name)
+        assert actual
+        assert all(map(close, actual, expected)), (op.name, name)
 
 
 def close(x, y):
@@ -157,10 +157,10 @@ def wanting_gradients(args):
 
 def gradients(op, name, args, which, change):
     """Those of all floating-point arguments after `change` of one output, and the outputs after it."""
-    given = wanting_gradients(args)
-    storages = Storages(given)
-    before = [x.detach().clone() for x in tensors_of(given)]
-    results = [y for y in call(op, name, given) if y.is_floating_point() and y.numel()]
+    arguments = wanting_gradients(args)
+    storages = Storages(arguments)
+    before = [x.detach().clone() for x in tensors_of(arguments)]
+    results = [y for y in call(op, name, arguments) if y.is_floating_point() and y.numel()]
     storages.check(results)
     others = [y.detach().clone() for i, y in enumerate(results) if i != which]
     results[which] = change(results[which])
@@ -168,6 +168,6 @@ def gradients(op, name, args, which, change):
     weights = [torch.linspace(-1, 1, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in results]
     recorded = [(y, weight) for y, weight in zip(results, weights, strict=True) if y.requires_grad]
     torch.autograd.backward(*zip(*recorded, strict=True))
-    assert all(map(same, tensors_of(given), before))
+    assert all(map(same, tensors_of(arguments), before))
     storages.check(())
-    return [x.grad for x in given if is_floating(x)], [y.detach() for y in results]
+    return [x.grad for x in arguments if is_floating(x)], [y.detach() for y in results]

@@ -36,17 +36,17 @@ def equal(op, run, args):
     roots says in its cases that it is not `exact`, and is held to `close` instead."""
     if not op.declared_cases.exact:
         return Trial(op, args).complaint("close", run) is None
-    found, expected = outputs(op, run, args), outputs(op, op.reference, args)
+    actual, expected = outputs(op, run, args), outputs(op, op.reference, args)
     alike = [
         x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride())
-        for x, y in zip(found, expected)  # noqa: B905
+        for x, y in zip(actual, expected)  # noqa: B905
     ]
-    same = all(map(torch.equal, found, expected))
+    same = all(map(torch.equal, actual, expected))
     if not same:
         # The reference may be the one that is wrong: some cuDNN kernels transform their inputs and round, and
         # oneDNN's for groups in bfloat16 read beside their input.
-        same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(found, truth(op, args)))  # noqa: B905
-    return len(found) == len(expected) and all(alike) and same
+        same = all(torch.equal(x, y.to(x.dtype)) for x, y in zip(actual, truth(op, args)))  # noqa: B905
+    return len(actual) == len(expected) and all(alike) and same
 
 
 def lets_pass(op, run, args):
@@ -82,13 +82,13 @@ def elsewhere(args, off=0):
 
 def calls(op, route, device, target, count, seeds=range(100_000)):
     """`count` random calls on `device` that the route takes on the device `target`."""
-    found = []
+    results = []
     for seed in seeds:
         args = random_call(op, seed, device)
         if not any(route.refuses(op.problem(*args), target)):
-            found.append(args)
-            if len(found) == count:
-                return found
+            results.append(args)
+            if len(results) == count:
+                return results
     raise AssertionError(f"no {count} calls for {op.name} {route.name} among the random calls")
 
 

@@ -1,4 +1,11 @@
-"""turnout: every op down the fastest route that is right for its shape, dtype, layout and device."""
+"""turnout: every op down the fastest route that is right for its shape, dtype, layout and device.
+
+Importing it loads the ops. The functions on whole models (`accelerate`, `distribute`, `warm`, `tune`) load
+their code when they are first used: a program that only calls ops does not pay for it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from turnout._version import __version__
 from turnout.routing.versions import refuse_unsupported
@@ -7,8 +14,6 @@ refuse_unsupported()  # before anything of a version that is too old can fail in
 
 # ruff: noqa: E402
 from turnout.asking import explain, routes
-from turnout.measure.tune import tune
-from turnout.models.accelerate import accelerate, accelerated, restore
 from turnout.ops import (
     attention,
     causal_conv1d,
@@ -31,11 +36,17 @@ from turnout.ops import (
     spatial_norm_silu,
     upsample_conv2d,
 )
-from turnout.parallel import distribute
 from turnout.routing.choose import Refused, Verdict
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import numerics, pin
-from turnout.warming.warmed import warm
+
+if TYPE_CHECKING:
+    from turnout import models as models
+    from turnout import parallel as parallel
+    from turnout.measure.tune import tune
+    from turnout.models.accelerate import accelerate, accelerated, restore
+    from turnout.parallel.distribute import distribute
+    from turnout.warming.warmed import warm
 
 __all__ = [
     "Refused",
@@ -73,3 +84,30 @@ __all__ = [
     "upsample_conv2d",
     "warm",
 ]
+
+_DEFINED_IN = {  # public name: the module that is loaded when the name is first used
+    "accelerate": "turnout.models.accelerate",
+    "accelerated": "turnout.models.accelerate",
+    "distribute": "turnout.parallel.distribute",
+    "restore": "turnout.models.accelerate",
+    "tune": "turnout.measure.tune",
+    "warm": "turnout.warming.warmed",
+}
+_SUBPACKAGES = ("models", "parallel")  # public too, and importing them binds their names here
+
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every misspelled name
+
+    def __getattr__(name: str) -> Any:
+        """Load a public name at its first use (PEP 562)."""
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"turnout.{name}")
+        if name not in _DEFINED_IN:
+            raise AttributeError(f"module 'turnout' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_DEFINED_IN[name]), name)
+        globals()[name] = value  # from now on a plain attribute
+        return value
+
+
+def __dir__() -> list[str]:
+    """All names, including those that are not loaded yet."""
+    return sorted({*globals(), *_DEFINED_IN, *_SUBPACKAGES})

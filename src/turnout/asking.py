@@ -13,7 +13,7 @@ from turnout.routing.public import lower, op_named
 
 def explain(
     op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any
-) -> Verdict:  # fmt: skip
+) -> Verdict:
     """Which route a call would take on its device, by which authority, and why no other. Runs no kernel.
 
     `op` is a public function or its name; the other arguments are exactly those of the call, by position or
@@ -27,8 +27,8 @@ def explain(
     >>> verdict.chosen, verdict.refused["two-stage"][0]
     ('reference', 'device cpu, this route needs a GPU')
     """
-    known, arguments = lower(op, *args, **kwargs)
-    return known.explain(arguments, Device.named(device) if isinstance(device, str) else device)
+    called_op, arguments = lower(op, *args, **kwargs)
+    return called_op.explain(arguments, Device.named(device) if isinstance(device, str) else device)
 
 
 def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> None:
@@ -42,11 +42,11 @@ def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -
     ...
     ValueError: dot: inconsistent tensor size, expected tensor [3] and src [4] ...
     """
-    known, arguments = lower(op, *args, **kwargs)
+    called_op, arguments = lower(op, *args, **kwargs)
     try:
-        known.reference(*arguments)
+        called_op.reference(*arguments)
     except (RuntimeError, ValueError, IndexError) as mistake:
-        name = op if isinstance(op, str) else getattr(op, "__name__", known.name)
+        name = op if isinstance(op, str) else getattr(op, "__name__", called_op.name)
         raise ValueError(f"{name}: {' '.join(str(mistake).split())}") from mistake
 
 
@@ -67,4 +67,4 @@ def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[st
     """
     if op is not None:
         return list(op_named(op).routes.values())
-    return {name: [*found.routes, REFERENCE] for name, found in OPS.items()}
+    return {name: [*declared.routes, REFERENCE] for name, declared in OPS.items()}

@@ -189,7 +189,8 @@ def _table_check(what: str, counts: str, known: list[Table]) -> Check:
         notes.append(f"{_rows(unknown.total())} of ops that are not known: {_listed(unknown)}")
     if elsewhere:
         notes.append(
-            f"{_rows(elsewhere.total())} measured with another machine or other settings: {_listed(elsewhere)}"
+            f"{_rows(elsewhere.total())} measured with another machine or other settings: "
+            f"{_listed(elsewhere)}"
         )
     if unusable.total():
         notes.append(
@@ -198,7 +199,8 @@ def _table_check(what: str, counts: str, known: list[Table]) -> Check:
     if stale:
         listed = ", ".join(f"{name} ({count})" for name, count in sorted(stale.items()))
         notes.append(
-            f"{_rows(stale_rows)} with other kernels than these: {listed}; turnout bench --missing measures them"
+            f"{_rows(stale_rows)} with other kernels than these: {listed}; "
+            "turnout bench --missing measures them"
         )
     notes += problems[:3] + (
         [f"and {len(problems) - 3} more that cannot be read"] if len(problems) > 3 else []

@@ -18,7 +18,7 @@ def _fresh():
 
 def floating_calls(op, route, count):
     """Calls in a floating-point type whose layouts a clone keeps, as opcheck clones what it is given."""
-    found = []
+    results = []
     for seed in range(4000):
         args = random_call(op, seed, CPU)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
@@ -29,9 +29,9 @@ def floating_calls(op, route, count):
         ):
             continue
         if route is None or not any(route.refuses(op.problem(*args), Device.of("cpu"))):
-            found.append(args)
-            if len(found) == count:
-                return found
+            results.append(args)
+            if len(results) == count:
+                return results
     raise AssertionError(f"no {count} floating-point calls for {op.name}")
 
 

@@ -119,7 +119,7 @@ def launches(card: str) -> list[Chosen]:
     code.
     """
     device = CARDS[card]
-    found: dict[tuple, Chosen] = {}
+    result: dict[tuple, Chosen] = {}
     for op in OPS.values():
         for name, problem, args in calls(op):
             verdict = op.verdict(Key(problem, False, ()), device)
@@ -127,8 +127,8 @@ def launches(card: str) -> list[Chosen]:
             if route is None or not route.kernels or (op.name, route.name) in NEEDS_A_CARD:
                 continue
             for chosen in recorded_of(op, name, route, args, dict(verdict.config), device):
-                found.setdefault(chosen.code, chosen)
-    return list(found.values())
+                result.setdefault(chosen.code, chosen)
+    return list(result.values())
 
 
 def recorded_of(op, name, route, args, config, device) -> list[Chosen]:
@@ -140,15 +140,15 @@ def recorded_of(op, name, route, args, config, device) -> list[Chosen]:
 @functools.cache
 def random_calls(op: str) -> list[tuple[int, Any, tuple]]:
     """A seed, the problem and the arguments of small calls."""
-    made = [(seed, random_call(OPS[op], seed, torch.device("cpu"))) for seed in range(150)]
-    return [(seed, OPS[op].problem(*args), args) for seed, args in made]
+    calls = [(seed, random_call(OPS[op], seed, torch.device("cpu"))) for seed in range(150)]
+    return [(seed, OPS[op].problem(*args), args) for seed, args in calls]
 
 
 @functools.cache
 def others(card: str) -> list[Chosen]:
     """For each kernel and dtype that no call takes on a card, a launch of it by a small random call of a
     route that would take it, in its first configuration."""
-    device, seen, found = CARDS[card], {chosen.kernel_and_dtype for chosen in launches(card)}, []
+    device, seen, results = CARDS[card], {chosen.kernel_and_dtype for chosen in launches(card)}, []
     for op, route in LAUNCHING:
         kinds: set[torch.dtype] = set()
         for seed, problem, args in random_calls(op.name):
@@ -164,8 +164,8 @@ def others(card: str) -> list[Chosen]:
             for chosen in recorded_of(op, f"random call {seed}", route, args, config, device):
                 if chosen.kernel_and_dtype not in seen:
                     seen.add(chosen.kernel_and_dtype)
-                    found.append(chosen._replace(tuned=False))
-    return [*found, *transposes(device)]
+                    results.append(chosen._replace(tuned=False))
+    return [*results, *transposes(device)]
 
 
 def transposes(device: Device) -> Iterator[Chosen]:

@@ -32,11 +32,11 @@ def reused_barriers(ptx: str) -> list[int]:
     if not stores:
         return []
     sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
-    made, ended = (
-        {int(sums.get(at, 0)) for at in re.findall(rf"mbarrier\.{what}\S*\s+\[(%r\d+)\]", ptx)}
-        for what in ("init", "inval")
+    created, ended = (
+        {int(sums.get(at, 0)) for at in re.findall(rf"mbarrier\.{kind}\S*\s+\[(%r\d+)\]", ptx)}
+        for kind in ("init", "inval")
     )
-    return sorted(barrier for barrier in made - ended if min(stores) <= barrier <= max(stores))
+    return sorted(barrier for barrier in created - ended if min(stores) <= barrier <= max(stores))
 
 
 def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
@@ -66,12 +66,12 @@ def test_kernels_compile_as_they_should(card, part):
     another.
     """
     device = CARDS[card]
-    found = []
+    results = []
     for chosen in compiled_here(card)[part::PARTS]:
         for compiled in compile_launches([chosen.launch], device):
             why = complaint(compiled, device.shared, chosen.tuned)
-            found += [f"{chosen.name}: {why}"] if why else []
-    assert found == []
+            results += [f"{chosen.name}: {why}"] if why else []
+    assert results == []
 
 
 def test_every_route_is_among_them():
@@ -107,7 +107,7 @@ KEPT = """
 """
 
 
-@pytest.mark.parametrize(("at", "found"), [(4096, []), (1024, [1024]), (1536, [1536]), (512, [])])
-def test_memory_of_barriers_is_theirs(at, found):
-    assert reused_barriers(KEPT.replace("4096", str(at))) == found
+@pytest.mark.parametrize(("at", "result"), [(4096, []), (1024, [1024]), (1536, [1536]), (512, [])])
+def test_memory_of_barriers_is_theirs(at, result):
+    assert reused_barriers(KEPT.replace("4096", str(at))) == result
     assert reused_barriers(KEPT.replace("4096", str(at)) + "mbarrier.inval.shared::cta.b64 [%r1];") == []

@@ -27,8 +27,8 @@ class Block(NamedTuple):
 def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     return [
-        Block(found[2], found[3] or "", found[4], 1 + text[: found.start(4)].count("\n"), bool(found[1]))
-        for found in _BLOCK.finditer(text)
+        Block(result[2], result[3] or "", result[4], 1 + text[: result.start(4)].count("\n"), bool(result[1]))
+        for result in _BLOCK.finditer(text)
     ]
 
 

@@ -123,7 +123,7 @@ def test_targets_of_make_exist(page):
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     """To files of the repository; those between pages are checked when the site is built, too."""
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     there = [target for target in targets if "://" not in target]
@@ -176,8 +176,8 @@ def test_every_device_with_results_is_in_the_navigation():
 def test_the_readme_names_every_known_family_of_models():
     from turnout.models.accelerate import MODELS
 
-    said = (ROOT / "README.md").read_text().split("Known models:")[1].split("\n\n")[0]
-    words = re.sub(r"[^a-z0-9]", "", said.lower())
+    message = (ROOT / "README.md").read_text().split("Known models:")[1].split("\n\n")[0]
+    words = re.sub(r"[^a-z0-9]", "", message.lower())
     families = {key.split(".")[-2] for key in MODELS}
     names = {re.sub(r"autoencoder_kl_?|transformer_|modeling_|_video|_", "", family) for family in families}
     assert sorted(name for name in names if name not in words) == []

@@ -50,10 +50,10 @@ WALKS = (
     [("in_float32", "dot and in-float32", 5), ("squared_relu", "squared_relu", 6)],
 )
 def test_what_is_declared_passes_the_tests_that_walk_the_registry(declared, module, which, least):
-    said = declared(
+    message = declared(
         "-m", "pytest", "-q", "-p", module, "-p", "no:cacheprovider", "-n", "0", *WALKS, "-k", which
     )
-    assert int(said.split(" passed")[0].split()[-1]) >= least
+    assert int(message.split(" passed")[0].split()[-1]) >= least
 
 
 def test_the_route_is_listed_and_the_doctests_that_list_routes_hold(declared):

@@ -26,8 +26,8 @@ class Tensor(NamedTuple):
 def _norm(draw):
     dims = draw.randint(2, 4)
     shape = [draw.randint(1, 5) for _ in range(dims)]
-    dtype, like = draw.choice(_DTYPES), draw.random()
-    return shape, dtype, dtype if like < 0.7 else torch.float32
+    dtype, chance = draw.choice(_DTYPES), draw.random()
+    return shape, dtype, dtype if chance < 0.7 else torch.float32
 
 
 def rms_norm_silu_into(draw):
@@ -79,7 +79,7 @@ def selective_scan_update(draw):
     )
     wide = dtype if draw.random() < 0.5 else torch.float32
     row, column, vector = Tensor((batch, dim), dtype), Tensor((batch, states), dtype), Tensor((dim,), wide)
-    optional = [given if draw.random() < 0.6 else None for given in (vector, row, vector)]
+    optional = [argument if draw.random() < 0.6 else None for argument in (vector, row, vector)]
     state, rates = Tensor((batch, dim, states), wide), Tensor((dim, states), wide)
     return [row, state, row, rates, column, column, *optional, draw.random() < 0.5, draw.random() < 0.5]
 
@@ -107,10 +107,10 @@ class Pattern:
         self.names = list(op.signature.parameters)
         into = next(i for i, name in enumerate(self.names) if name in op.mutates)
         layouts = {into: self._layout(draw, args[into], overlaps=0.1)}
-        for i, given in enumerate(args):
-            if isinstance(given, Tensor) and i != into:
-                layouts[i] = self._layout(draw, given, overlaps=0.3)
-                same_kind = (given.shape, given.dtype) == (args[into].shape, args[into].dtype)
+        for i, argument in enumerate(args):
+            if isinstance(argument, Tensor) and i != into:
+                layouts[i] = self._layout(draw, argument, overlaps=0.3)
+                same_kind = (argument.shape, argument.dtype) == (args[into].shape, args[into].dtype)
                 if same_kind and draw.random() < 0.6:
                     layouts[i] = layouts[into]
         sizes = {i: self._bytes(args[i], strides) for i, strides in layouts.items()}
@@ -147,13 +147,13 @@ class Pattern:
     def arguments(self, memory):
         """The call's arguments in a piece of memory."""
 
-        def placed(i, given):
-            if not isinstance(given, Tensor):
-                return given
-            at = self.offsets[i] // given.dtype.itemsize
-            return memory.view(given.dtype).as_strided(given.shape, self.layouts[i], at)
+        def placed(i, argument):
+            if not isinstance(argument, Tensor):
+                return argument
+            at = self.offsets[i] // argument.dtype.itemsize
+            return memory.view(argument.dtype).as_strided(argument.shape, self.layouts[i], at)
 
-        return tuple(placed(i, given) for i, given in enumerate(self.specs))
+        return tuple(placed(i, argument) for i, argument in enumerate(self.specs))
 
     def apart(self):
         """The same arguments, each in memory of its own."""
@@ -178,9 +178,9 @@ class Pattern:
 
     def __str__(self):
         placed = {
-            self.names[i]: (list(given.shape), list(self.layouts[i]), self.offsets[i], str(given.dtype))
-            for i, given in enumerate(self.specs)
-            if isinstance(given, Tensor)
+            self.names[i]: (list(argument.shape), list(self.layouts[i]), self.offsets[i], str(argument.dtype))
+            for i, argument in enumerate(self.specs)
+            if isinstance(argument, Tensor)
         }
         return f"{self.op.name} {placed}"
 

@@ -110,4 +110,4 @@ def calls(op, route):
     def misses(timed):
         return abs(math.log(timed[1] * 1e3 / WANTED_MS))
 
-    return [min(found, key=misses) for found in dtypes.values()]
+    return [min(result, key=misses) for result in dtypes.values()]

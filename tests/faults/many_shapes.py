@@ -68,10 +68,10 @@ def rss():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def main(count, what):
+def main(count, kind):
     draw = random.Random(0)
     torch.manual_seed(0)
-    if what == "traced":
+    if kind == "traced":
         tracemalloc.start()
     for i in range(1, count + 1):
         run, pins = new_call(draw)
@@ -79,7 +79,7 @@ def main(count, what):
             run()
         if i % (count // LINES) == 0:
             gc.collect()
-            size = tracemalloc.get_traced_memory()[0] if what == "traced" else rss()
+            size = tracemalloc.get_traced_memory()[0] if kind == "traced" else rss()
             print(json.dumps({"calls": i, "mib": round(size / MIB, 2)}), flush=True)
 
 

@@ -71,22 +71,23 @@ def runs(monkeypatch):
 
 def test_every_function_is_declared_and_every_argument_is_used():
     functions = [name for name in turnout.__all__ if inspect.isfunction(getattr(turnout, name))]
-    asking = {"accelerate", "accelerated", "explain", "numerics", "pin", "restore", "routes", "tune"}
-    assert set(functions) - asking == set(names()) == set(PUBLIC) == set(MAKERS)
+    of_models = {"accelerate", "accelerated", "distribute", "restore", "warm"}
+    about_routes = {"explain", "numerics", "pin", "routes", "tune"}
+    assert set(functions) - of_models - about_routes == set(names()) == set(PUBLIC) == set(MAKERS)
     for name in names():
         used = {argument for call in CALLS if call.name == name for argument in call.make()}
         assert used == set(PUBLIC[name].signature.parameters), name
 
 
 def test_no_function_has_an_argument_that_explain_tune_or_the_command_line_take_themselves():
-    taken = {
+    selected = {
         *inspect.signature(turnout.explain).parameters,
         *inspect.signature(turnout.tune).parameters,
         "dtype",
         "json",
     }
     for name in names():
-        assert not (taken - {"args", "kwargs"}) & set(PUBLIC[name].signature.parameters), name
+        assert not (selected - {"args", "kwargs"}) & set(PUBLIC[name].signature.parameters), name
 
 
 def forms(function, kwargs):
@@ -94,8 +95,8 @@ def forms(function, kwargs):
     parameters = inspect.signature(function).parameters
     full = {name: kwargs.get(name, p.default) for name, p in parameters.items()}
     positional = [name for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    given = [name for name in positional if name in kwargs]
-    leading = [name for i, name in enumerate(given) if positional[: i + 1] == given[: i + 1]]
+    arguments = [name for name in positional if name in kwargs]
+    leading = [name for i, name in enumerate(arguments) if positional[: i + 1] == arguments[: i + 1]]
     yield (), kwargs
     yield (
         tuple(full[name] for name in positional),
@@ -112,8 +113,8 @@ def forms(function, kwargs):
 def test_explain_takes_the_arguments_of_the_call_in_every_form(call, runs):
     answers = []
     for args, kwargs in forms(call.function, call.make()):
-        for asked in (call.function, call.name):
-            answers.append(turnout.explain(asked, *args, **kwargs))
+        for requested in (call.function, call.name):
+            answers.append(turnout.explain(requested, *args, **kwargs))
         assert not runs, "explain ran something"
         turnout_result = call.function(*args, **kwargs)
         assert all(isinstance(x, torch.Tensor) for x in flat(turnout_result))
@@ -148,14 +149,14 @@ def test_a_pin_runs_as_explain_says_with_its_configuration(call, runs):
         if grad and not call.written():
             kwargs = wanting_gradients(kwargs)
         with turnout.pin(**{call.name: name}):
-            said = turnout.explain(call.function, **kwargs)
+            verdict = turnout.explain(call.function, **kwargs)
             call.function(**kwargs)
-        assert (said.chosen, said.authority) == (name, "pin")
-        assert runs[0] == (said.op, name, dict(said.config))
+        assert (verdict.chosen, verdict.authority) == (name, "pin")
+        assert runs[0] == (verdict.op, name, dict(verdict.config))
         if name != "reference":
             op, args = lower(call.function, **kwargs)
             first, *_ = op.routes[name].configs(op.problem(*args), Device.of("cpu"))
-            assert dict(said.config) == dict(first)
+            assert dict(verdict.config) == dict(first)
         runs.clear()
 
 
@@ -167,9 +168,9 @@ def test_a_pin_runs_the_configuration_that_was_measured(monkeypatch):
         time.sleep(pause)
         return torch.dot(a, b)
 
-    like = DOT.routes["cpu-chunks"]
+    example = DOT.routes["cpu-chunks"]
     route = replace(
-        like,
+        example,
         name="pausing",
         run=slow_or_fast,
         prepare=None,
@@ -232,11 +233,11 @@ def transformed(transform):
             return
         floats = [n for n, x in kwargs.items() if tensors_in(x) and tensors_in(x)[0].is_floating_point()]
         name = floats[0]
-        given = kwargs[name]
-        if isinstance(given, torch.Tensor):
-            transform(lambda x: ask({**kwargs, name: x}), given)
+        arguments = kwargs[name]
+        if isinstance(arguments, torch.Tensor):
+            transform(lambda x: ask({**kwargs, name: x}), arguments)
         else:  # streams: the first of them
-            transform(lambda x: ask({**kwargs, name: [x, *given[1:]]}), given[0])
+            transform(lambda x: ask({**kwargs, name: [x, *arguments[1:]]}), arguments[0])
 
     return enter
 
@@ -309,18 +310,18 @@ def test_what_explain_says_is_what_runs(name, situation, runs):
 
                 def ask(kwargs, call=call, pinned=pinned):
                     try:
-                        said = turnout.explain(call.function, **kwargs)
+                        verdict = turnout.explain(call.function, **kwargs)
                     except turnout.Refused as why:
                         with pytest.raises(turnout.Refused, match=re.escape(str(why).rpartition(": ")[2])):
                             call.function(**kwargs)
                         assert not runs
                         raise
                     result = call.function(**kwargs)
-                    assert (said.op, said.chosen) == runs[0][:2], (call, said)
-                    if said.chosen != "reference":
-                        assert dict(said.config) == runs[0][2]
+                    assert (verdict.op, verdict.chosen) == runs[0][:2], (call, verdict)
+                    if verdict.chosen != "reference":
+                        assert dict(verdict.config) == runs[0][2]
                     elif pinned not in (None, "reference"):
-                        assert said.why.endswith("a pin does not count there")
+                        assert verdict.why.endswith("a pin does not count there")
                     runs.clear()
                     return result
 
@@ -345,7 +346,7 @@ class Asked(NamedTuple):
 @walk.ops
 def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
     """Shapes, strides, dtypes and settings at random, a pin in half of them."""
-    draw, taken = random.Random(op.name), set()
+    draw, selected = random.Random(op.name), set()
     for seed in range(RANDOM_CALLS):
         args = walk.random_call(op, seed, walk.CPU)
         situation = SITUATIONS[draw.choice(MIXED)]
@@ -355,21 +356,21 @@ def test_what_explain_says_of_random_calls_is_what_runs(op, runs):
 
         def ask(kwargs, op=op):
             try:
-                said = turnout.explain(op, **kwargs)
+                verdict = turnout.explain(op, **kwargs)
             except turnout.Refused:
                 with pytest.raises(turnout.Refused):
                     op(*kwargs.values())
                 return
             op(*kwargs.values())
-            assert (said.op, said.chosen) == runs[0][:2]
-            if said.chosen != "reference":
-                assert dict(said.config) == runs[0][2]
-            taken.add(said.chosen)
+            assert (verdict.op, verdict.chosen) == runs[0][:2]
+            if verdict.chosen != "reference":
+                assert dict(verdict.config) == runs[0][2]
+            selected.add(verdict.chosen)
 
         with turnout.pin(**{op.name: draw.choice(pins)}) if draw.random() < 0.5 else contextlib.nullcontext():
             situation(ask, Asked(op), named)
         runs.clear()
-    assert "reference" in taken
+    assert "reference" in selected
 
 
 def read_by_the_host(call):
@@ -391,12 +392,14 @@ def test_what_explain_says_is_what_a_compiled_call_runs(call, runs):
         torch._dynamo.reset()
         kwargs = call.make()
         with turnout.pin(**{call.name: name}):
-            said = turnout.explain(call.function, **kwargs)
+            verdict = turnout.explain(call.function, **kwargs)
             compiled = torch.compile(call.function, backend="aot_eager", fullgraph=True)
             compiled(**kwargs)
             runs.clear()
             compiled(**kwargs)
-        assert runs == ([] if said.chosen == "reference" else [(op.name, said.chosen, dict(said.config))])
+        assert runs == (
+            [] if verdict.chosen == "reference" else [(op.name, verdict.chosen, dict(verdict.config))]
+        )
 
 
 def test_a_pin_on_a_subclass_raises_and_says_why():
@@ -430,8 +433,8 @@ def test_explain_for_another_device_minds_its_autocast():
     x, w = torch.empty(1, 96, 4, 480, 832, device="meta"), torch.empty(96, 96, 3, 3, 3, device="meta")
     torch.set_autocast_enabled("cuda", True)  # `torch.autocast` does that only where there is a GPU
     try:
-        said = turnout.explain("conv3d", x, w, padding=1, device="h200")
-        assert said.problem.dtype is torch.get_autocast_dtype("cuda")
+        verdict = turnout.explain("conv3d", x, w, padding=1, device="h200")
+        assert verdict.problem.dtype is torch.get_autocast_dtype("cuda")
     finally:
         torch.set_autocast_enabled("cuda", False)
     with torch.autocast("cpu", torch.bfloat16):
@@ -485,13 +488,13 @@ def words(kwargs):
 @calls
 def test_the_command_line_takes_the_arguments_of_the_call(call):
     kwargs = call.make()
-    asked = ["explain", call.name, *words(kwargs), "--device", "cpu", "--json"]
-    done = CliRunner().invoke(cli.app, asked, catch_exceptions=False)
+    requested = ["explain", call.name, *words(kwargs), "--device", "cpu", "--json"]
+    done = CliRunner().invoke(cli.app, requested, catch_exceptions=False)
     told = json.loads(done.stdout)
     on_meta = changed(kwargs, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
-    said = turnout.explain(call.function, **on_meta, device="cpu")
+    verdict = turnout.explain(call.function, **on_meta, device="cpu")
     assert (told["op"], told["problem"], told["chosen"]) == (
-        said.op,
-        json.loads(said.json())["problem"],
-        said.chosen,
+        verdict.op,
+        json.loads(verdict.json())["problem"],
+        verdict.chosen,
     )

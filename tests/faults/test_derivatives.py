@@ -57,8 +57,8 @@ def derivatives(function, tensors, seed=0):
     return [*outputs, *first, *second]
 
 
-def compare(call, name, found, expected, tolerance):
-    for i, (x, y) in enumerate(zip(found, expected, strict=True)):
+def compare(call, name, actual, expected, tolerance):
+    for i, (x, y) in enumerate(zip(actual, expected, strict=True)):
         x, y = (None if t is None or not t.any() else t.detach().double() for t in (x, y))
         if x is None or y is None:
             assert x is None or float(x.abs().max()) < tolerance, (call, name, i)
@@ -82,17 +82,17 @@ def test_second_derivatives_through_every_route(call, dtype):
         expected = derivatives(function, [x.double().requires_grad_() for x in narrow])
     for name in routes_for(call, dtype)[1:]:
         with turnout.pin(**{call.name: name}):
-            found = derivatives(function, [x.clone().requires_grad_() for x in narrow])
-        compare(call, name, found, expected, 1e-4 if dtype is torch.float32 else 0.1)
+            actual = derivatives(function, [x.clone().requires_grad_() for x in narrow])
+        compare(call, name, actual, expected, 1e-4 if dtype is torch.float32 else 0.1)
 
 
 @calls
 def test_automatic_choice_has_second_derivatives(call):
     """Or torch's own error where torch has none for its fused attention."""
     function, tensors = of_floats(call, torch.float32)
-    refused, found = None, []
+    refused, results = None, []
     try:
-        found = derivatives(function, tensors)
+        results = derivatives(function, tensors)
     except RuntimeError as failure:
         refused = str(failure)
     if refused is not None:
@@ -102,7 +102,7 @@ def test_automatic_choice_has_second_derivatives(call):
         return
     function, tensors = of_floats(call, torch.float64)
     with sdpa_kernel(SDPBackend.MATH):
-        compare(call, None, found, derivatives(function, tensors), 1e-4)
+        compare(call, None, results, derivatives(function, tensors), 1e-4)
 
 
 @calls
@@ -116,14 +116,14 @@ def test_forward_mode_in_a_level_and_as_a_transform(call):
             function(*tensors)  # remembered
             with forward_ad.dual_level():
                 duals = [forward_ad.make_dual(x, t) for x, t in zip(tensors, tangents, strict=True)]
-                found = [forward_ad.unpack_dual(y).tangent for y in function(*duals)]
+                actual = [forward_ad.unpack_dual(y).tangent for y in function(*duals)]
             _, expected = torch.func.jvp(function, tuple(tensors), tuple(tangents))
-        assert all(t is not None for t in found)
+        assert all(t is not None for t in actual)
         wide_function, wide = of_floats(call, torch.float64)
         at, along = tuple(x.detach() for x in wide), tuple(t.double() for t in tangents)
         _, true = torch.func.jvp(wide_function, at, along)
-        compare(call, name, found, expected, 1e-5)
-        compare(call, name, found, true, 1e-3)
+        compare(call, name, actual, expected, 1e-5)
+        compare(call, name, actual, true, 1e-3)
 
 
 @calls
@@ -149,8 +149,8 @@ def stand_in(monkeypatch, op):
         return op.reference(*args)
 
     run.__signature__ = op.signature
-    like = next(iter(op.routes.values()))
-    anything = replace(like, refuses=lambda problem, device: (), configs=lambda problem, device: ({},))
+    example = next(iter(op.routes.values()))
+    anything = replace(example, refuses=lambda problem, device: (), configs=lambda problem, device: ({},))
     route = replace(anything, name="stand-in", run=run, prepare=None, kernels=())
     monkeypatch.setitem(op.routes, "stand-in", route)
 

@@ -27,18 +27,18 @@ MOST_MIB = 5.0
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("what", ["rss", "traced"])
-def test_calls_with_ever_new_shapes(what):
+@pytest.mark.parametrize("kind", ["rss", "traced"])
+def test_calls_with_ever_new_shapes(kind):
     compiled = str(numba_cache.folder().parent)  # or else the kernels would be compiled anew
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TURNOUT_CACHE_DIR": compiled}
-    command = [sys.executable, "-m", "tests.faults.many_shapes", str(CALLS), what]
+    command = [sys.executable, "-m", "tests.faults.many_shapes", str(CALLS), kind]
     printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     lines = [json.loads(line) for line in printed.splitlines()]
     first, *later = [line for line in lines if line["calls"] >= SETTLED]
-    print(f"\n{what}: {first}, most {max(line['mib'] for line in later)}, last {later[-1]}")
+    print(f"\n{kind}: {first}, most {max(line['mib'] for line in later)}, last {later[-1]}")
     assert later[-1]["calls"] == CALLS
     for line in later:
-        assert line["mib"] - first["mib"] <= MOST_MIB, f"{what}: {first} became {line}"
+        assert line["mib"] - first["mib"] <= MOST_MIB, f"{kind}: {first} became {line}"
 
 
 def test_classes_of_patched_instances_go_with_them():

@@ -348,9 +348,9 @@ def test_processes_at_once(start):
     kinds = ("float32,float16", "float16,float32", "bfloat16,float32", "float32")
     processes = [start(dtypes) for dtypes in kinds]
     for process, dtypes in zip(processes, kinds, strict=True):
-        found = ended(process)
-        assert found[: dtypes.count(",") + 1] == ["1000.0"] * (dtypes.count(",") + 1)
-        assert found[-1] == "warned 0"
+        result = ended(process)
+        assert result[: dtypes.count(",") + 1] == ["1000.0"] * (dtypes.count(",") + 1)
+        assert result[-1] == "warned 0"
     assert ended(start("float32,float16,bfloat16"))[-2:] == ["compiled 0", "warned 0"]
 
 

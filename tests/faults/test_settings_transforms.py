@@ -230,14 +230,14 @@ def test_autocast(dtype, kind, to):
             args = call.lowered(**kwargs).args
             with autocast(kind, to):
                 expected = flat(op.reference(*args))[:1]
-                found = run(call, kwargs)[:1]
+                actual = run(call, kwargs)[:1]
         else:
             expected = run(call, cast)
             with autocast(kind, to):
-                found = run(call, kwargs)
+                actual = run(call, kwargs)
         if call.name == "causal_conv3d":  # the cache is of the input as it was given
-            found, expected = found[:1], expected[:1]
-        close(found, expected, becomes)
+            actual, expected = actual[:1], expected[:1]
+        close(actual, expected, becomes)
         for name in routes_for(call, becomes)[1:] if op.autocast != "reference" else ():
             with turnout.pin(**{call.name: name}), autocast(kind, to):
                 close(run(call, kwargs)[: len(expected)], expected, becomes)
@@ -253,10 +253,10 @@ def test_autocast_in_a_compiled_program(dtype):
     for name in ("reference", "channels-last", "winograd"):
         torch._dynamo.reset()
         with turnout.pin(conv2d=name), torch.autocast("cpu", torch.bfloat16):
-            found = torch.compile(convolve, backend="aot_eager", fullgraph=True)(x)
+            actual = torch.compile(convolve, backend="aot_eager", fullgraph=True)(x)
             expected = convolve(x)
-        assert found.dtype is expected.dtype is torch.bfloat16
-        assert torch.equal(found, expected)
+        assert actual.dtype is expected.dtype is torch.bfloat16
+        assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda"])
@@ -269,28 +269,28 @@ def test_a_device_context_changes_nothing(device):
                 expected = run(call, kwargs)
                 forget_choices()
                 with torch.device(device):
-                    found = run(call, kwargs)
+                    actual = run(call, kwargs)
                     turnout.explain(call.function, **kwargs)
                     if not call.written():
                         backward(call, kwargs)
-            assert all(map(torch.equal, found, expected)), (call, name)
+            assert all(map(torch.equal, actual, expected)), (call, name)
 
 
 def test_modules_are_made_and_accelerated_under_a_device_context():
     with torch.device("meta"):
-        made = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
-        turnout.accelerate(made)
-        assert made(torch.ones(1, 3, 8, 8)).device.type == "meta"
-    made = made.to_empty(device="cpu")
-    for parameter in made.parameters():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+        turnout.accelerate(model)
+        assert model(torch.ones(1, 3, 8, 8)).device.type == "meta"
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     x = torch.randn(1, 3, 8, 8)
     with torch.no_grad():
-        found = made(x)
+        actual = model(x)
         with torch.device("meta"):
-            assert torch.equal(made(x), found)
-        turnout.restore(made)
-        torch.testing.assert_close(made(x), found, rtol=1e-4, atol=1e-5)
+            assert torch.equal(model(x), actual)
+        turnout.restore(model)
+        torch.testing.assert_close(model(x), actual, rtol=1e-4, atol=1e-5)
 
 
 def test_deterministic_algorithms(poison):
@@ -336,31 +336,33 @@ def test_vmap_of_each_argument_alone_and_in_pairs(name):
     """Along any dimension, each against a loop. What a call writes into needs the batch, as in torch."""
     dtypes = (torch.float64, torch.float32) if EVERY_CALL else (torch.float64,)
     for call, dtype in itertools.product((c for c in CALLS if c.name == name), dtypes):
-        made = [call.make(dtype, seed) for seed in range(3)]
-        there = list(places(made[0]))
+        samples = [call.make(dtype, seed) for seed in range(3)]
+        there = list(places(samples[0]))
         written = [place for place in there if place[0] in call.written()]
         for chosen in [(place,) for place in there] + list(itertools.combinations(there, 2)):
             dim = random.Random(f"{call}{chosen}").choice((0, 1, -1))
-            stacks = [torch.stack([tensor_at(k, place) for k in made], dim) for place in (*chosen, *written)]
+            stacks = [
+                torch.stack([tensor_at(k, place) for k in samples], dim) for place in (*chosen, *written)
+            ]
 
-            def batched(*tensors, call=call, made=made, chosen=chosen, written=written):
-                return tuple(flat(call.function(**with_tensors(made[0], (*chosen, *written), tensors))))
+            def batched(*tensors, call=call, samples=samples, chosen=chosen, written=written):
+                return tuple(flat(call.function(**with_tensors(samples[0], (*chosen, *written), tensors))))
 
             if not written:
-                found = torch.vmap(batched, in_dims=dim)(*stacks)
-                each = [batched(*(tensor_at(k, place) for place in chosen)) for k in made]
+                actual = torch.vmap(batched, in_dims=dim)(*stacks)
+                each = [batched(*(tensor_at(k, place) for place in chosen)) for k in samples]
                 expected = [torch.stack(outputs) for outputs in zip(*each, strict=True)]
-                close(found, expected, dtype)
+                close(actual, expected, dtype)
                 continue
             if not set(chosen) & set(written):
                 refuses_to_write_without_a_batch(call, dtype, chosen, written, dim, stacks[: len(chosen)])
-            again = [call.make(dtype, seed) for seed in range(3)]
+            fresh_samples = [call.make(dtype, seed) for seed in range(3)]
             # These write into the tensors of `again`.
-            each = [batched(*(tensor_at(k, place) for place in (*chosen, *written))) for k in again]
-            found = torch.vmap(batched, in_dims=dim)(*stacks)
-            close(found, [torch.stack(outputs) for outputs in zip(*each, strict=True)], dtype)
+            each = [batched(*(tensor_at(k, place) for place in (*chosen, *written))) for k in fresh_samples]
+            actual = torch.vmap(batched, in_dims=dim)(*stacks)
+            close(actual, [torch.stack(outputs) for outputs in zip(*each, strict=True)], dtype)
             for place, stack in zip(written, stacks[len(chosen) :], strict=True):
-                close([stack], [torch.stack([tensor_at(k, place) for k in again], dim)], dtype)
+                close([stack], [torch.stack([tensor_at(k, place) for k in fresh_samples], dim)], dtype)
 
 
 def refuses_to_write_without_a_batch(call, dtype, chosen, written, dim, stacks):
@@ -437,7 +439,7 @@ TRACED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "mode"), TRACED, ids=lambda given: str(given))
+@pytest.mark.parametrize(("call", "mode"), TRACED, ids=lambda arguments: str(arguments))
 def test_make_fx_keeps_no_values(call, mode):
     function, there = of_tensors(call)
     graph = make_fx(function, tracing_mode=mode)(*(tensor_at(call.make(), place) for place in there))
@@ -505,9 +507,9 @@ def test_a_mask_that_changes_in_place_is_read_again(readable, inference):
         assert mask.is_inference() == inference
         reads = []
 
-        def read(given):
-            reads.append(given)
-            return int(given.as_subclass(torch.Tensor).sum())
+        def read(arguments):
+            reads.append(arguments)
+            return int(arguments.as_subclass(torch.Tensor).sum())
 
         assert [padding._values(mask, read) for _ in range(2)] == [3, 3]
         assert len(reads) == (2 if inference else 1)

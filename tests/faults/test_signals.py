@@ -170,15 +170,15 @@ def attack(op, route, kind, count):
             counts["sent"] += 1
             counts["raised" if raised else "finished"] += 1
             counts["lost"] += signals.raised - raises - raised
-            found = expected.mismatch(args, outputs, raised)
-            if found is None and raised:  # the next one is right
+            actual = expected.mismatch(args, outputs, raised)
+            if actual is None and raised:  # the next one is right
                 del args, outputs
                 args = expected.call.fresh(expected.which)
                 outputs = as_tuple(expected.call.run(*args))
-                found = expected.mismatch(args, outputs, raised=False)
-            if found is not None:
+                actual = expected.mismatch(args, outputs, raised=False)
+            if actual is not None:
                 counts["wrong"] += 1
-                wrong.append(f"signal {i}: {found} after a call that {'raised' if raised else 'finished'}")
+                wrong.append(f"signal {i}: {actual} after a call that {'raised' if raised else 'finished'}")
             spoil(outputs)
         counts["in_kernel"] = signals.in_kernels
         label = f"{op.name:<20} {route.name:<13} {signals.number.name:<7}"

@@ -290,8 +290,8 @@ def test_repeat_after_signals(case, request):
             stream.reset()
             for k, (part, wanted) in enumerate(zip(parts, expected, strict=True)):
                 wait = 1e-4 * (1 + (37 * i + 11 * k) % 101)  # 0.1 to 10 ms; a step takes about 10
-                found = alarms.until_done(functools.partial(stream.decode, part), wait)
-                assert torch.equal(found, wanted)
+                actual = alarms.until_done(functools.partial(stream.decode, part), wait)
+                assert torch.equal(actual, wanted)
     assert alarms.raised > 30
 
 
@@ -317,10 +317,10 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
 
             super().__init__(watched, *rest)
 
-        def _capture(self, *given):
+        def _capture(self, *args):
             if moment == "capture":
                 failure()
-            return super()._capture(*given)
+            return super()._capture(*args)
 
         def __call__(self, latent):
             if moment == "copied latent":
@@ -339,11 +339,11 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
             failure.arm(at, error)
             for _ in range(2):
                 try:
-                    found = stream.decode(part)
+                    actual = stream.decode(part)
                     break
                 except error:
                     failed += 1
-            assert torch.equal(found, wanted)
+            assert torch.equal(actual, wanted)
     assert failed >= (1 if moment == "capture" else 2)
     assert stream.captured is not None
     assert played.replays
@@ -550,7 +550,7 @@ def test_changes_that_do_not_matter_are_allowed():
     expected = undisturbed(model, z[:, :, :1], z[:, :, 1:2], z[:, :, 2:])
     stream.decode(z[:, :, :1])
     seen = []
-    hook = model.decoder.conv_in.register_forward_hook(lambda *given: seen.append(1))
+    hook = model.decoder.conv_in.register_forward_hook(lambda *args: seen.append(1))
     model.encoder.train()
     with torch.no_grad():
         next(model.encoder.parameters()).zero_()
@@ -638,7 +638,7 @@ def test_second_call_while_one_runs_is_refused():
     z, stream = latents(model), DecodeStream(model)
     expected = undisturbed(model, z[:, :, :1], z[:, :, 1:])
     stream.decode(z[:, :, :1])
-    inside, go_on, found = threading.Event(), threading.Event(), []
+    inside, go_on, results = threading.Event(), threading.Event(), []
 
     def wait(*unused):
         inside.set()
@@ -646,7 +646,7 @@ def test_second_call_while_one_runs_is_refused():
 
     hook = model.decoder.mid_block.register_forward_hook(wait)
     with torch.no_grad():
-        thread = threading.Thread(target=torch.no_grad()(lambda: found.append(stream.decode(z[:, :, 1:]))))
+        thread = threading.Thread(target=torch.no_grad()(lambda: results.append(stream.decode(z[:, :, 1:]))))
     thread.start()
     assert inside.wait(30)
     hook.remove()
@@ -655,7 +655,7 @@ def test_second_call_while_one_runs_is_refused():
             call()
     go_on.set()
     thread.join(30)
-    assert torch.equal(found[0], expected[1])
+    assert torch.equal(results[0], expected[1])
 
 
 @pytest.mark.parametrize("call", ["decode", "reset"])
@@ -664,8 +664,8 @@ def test_hook_cannot_use_the_stream_it_is_called_by(call):
     z, stream = latents(model), DecodeStream(model)
     expected = undisturbed(model, z[:, :, :1], z[:, :, 1:])
     stream.decode(z[:, :, :1])
-    again = stream.reset if call == "reset" else functools.partial(stream.decode, z[:, :, :1])
-    hook = model.decoder.mid_block.register_forward_hook(lambda *given: again() and None)
+    call_again = stream.reset if call == "reset" else functools.partial(stream.decode, z[:, :, :1])
+    hook = model.decoder.mid_block.register_forward_hook(lambda *args: call_again() and None)
     with pytest.raises(RuntimeError, match="another call of this stream is running"):
         stream.decode(z[:, :, 1:])
     hook.remove()

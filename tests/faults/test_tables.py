@@ -48,7 +48,7 @@ def measured():
     for op, route in walk.ON_CPU:
         [args] = walk.calls(op, route, walk.CPU, CPU, 1)
         problem = op.problem(*args)
-        made = Row(
+        each_row = Row(
             op=op.name,
             problem={name: plain(value) for name, value in problem._asdict().items()},
             us={"reference": 10.0, route.name: 1.0},
@@ -59,7 +59,7 @@ def measured():
             versions=for_device("cpu"),
             machine=Device.of("cpu").machine,
         )
-        rows.append((op, args, made))
+        rows.append((op, args, each_row))
     return rows
 
 
@@ -147,8 +147,8 @@ ATTACKS = (
 )
 
 
-def attacked(draw, made):
-    text = json.dumps(made.json(), indent=1)
+def attacked(draw, each_row):
+    text = json.dumps(each_row.json(), indent=1)
     content = draw.choice(ATTACKS)(draw, text)
     return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
 
@@ -163,7 +163,7 @@ def with_rows_that_are_no_list(draw, text):
 
 
 def with_other_rows(draw, text):
-    rows = [mutated(draw, made) for made in json.loads(text)["rows"]]
+    rows = [mutated(draw, each_row) for each_row in json.loads(text)["rows"]]
     return json.dumps({"schema": 2, "rows": rows})
 
 
@@ -202,7 +202,7 @@ def test_no_content_of_a_shipped_table_raises(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     file = tmp_path / "cpu.json"
     for _ in range(MUTATED // 50):
-        export([made for _, _, made in measured], CPU, file)
+        export([each_row for _, _, each_row in measured], CPU, file)
         content = draw.choice(TABLE_ATTACKS)(draw, file.read_text())
         file.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
         ask_everything(measured)
@@ -212,8 +212,8 @@ def test_no_content_of_a_shipped_table_raises(measured, tmp_path, monkeypatch):
 
 
 def test_a_row_that_cannot_be_is_told_by_doctor(measured):
-    (op, _, made), *_ = measured
-    unknown = {name: {"block": 7} for name in made.config}
+    (op, _, each_row), *_ = measured
+    unknown = {name: {"block": 7} for name in each_row.config}
     lines = {
         "1 row of ops that are not known: dott (1)": {"op": "dott"},
         "1 row measured with another machine or other settings: threads 3, vectors none (1)": {
@@ -222,7 +222,7 @@ def test_a_row_that_cannot_be_is_told_by_doctor(measured):
         f"1 row of calls or configurations that no route takes: {op.name} (1)": {"config": unknown},
     }
     for line, change in lines.items():
-        file = publish(Row(**{**made.json(), **change}), CPU)
+        file = publish(Row(**{**each_row.json(), **change}), CPU)
         assert line in ask_everything(measured).note
         file.unlink()
 
@@ -317,7 +317,7 @@ def test_files_that_may_not_be_read_are_misses(measured, monkeypatch):
             if root:
                 os.seteuid(65534)
             assert f"{file}: Permission denied" in ask_everything(measured).note
-            assert [made.problem["a"] for made in Tables.for_device(CPU).here.rows] == [[5000]]
+            assert [each_row.problem["a"] for each_row in Tables.for_device(CPU).here.rows] == [[5000]]
             if root:
                 os.seteuid(0)
             file.parent.chmod(0)

@@ -242,7 +242,7 @@ def test_other_elements_of_one_buffer_are_no_overlap(monkeypatch):
         assert ran["route"] == 4
 
 
-def test_the_found_case():
+def test_shifted_overlap_of_input_and_out_is_right():
     buffer = torch.randn(1, 10, 32, 16, 16).transpose(1, 2)
     weight = torch.randn(32)
     expected = turnout.rms_norm_silu(buffer[:, :, :-1].clone(), weight, eps=1e-6)

@@ -29,12 +29,12 @@ def video_decoder(name, fast):
 def test_replayed_steps_give_the_frames_of_eager_ones(name, fast):
     model, z = video_decoder(name, fast)
     plain, graph = DecodeStream(model), DecodeStream(model, graph=True)
-    expected, found = (
+    expected, actual = (
         [stream.decode(part) for part in z.split([1, 3, 1, z.shape[2] - 5], 2)] for stream in (plain, graph)
     )
     assert graph.captured is not None
     for i, (theirs, ours) in enumerate(
-        zip(expected, found, strict=True)
+        zip(expected, actual, strict=True)
     ):  # all at the end: a later replay must not touch earlier frames
         assert torch.equal(ours, theirs), f"chunk {i}: {(ours - theirs).abs().max()}"
 
@@ -77,11 +77,11 @@ def test_image_decoder_as_one_graph():
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        found = model.decode(latent).sample
+        actual = model.decode(latent).sample
     for clip in clips:
         latent.copy_(clip)
         graph.replay()
-        assert torch.equal(found, model.decode(clip).sample)
+        assert torch.equal(actual, model.decode(clip).sample)
 
 
 @torch.no_grad()

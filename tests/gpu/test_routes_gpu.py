@@ -49,8 +49,8 @@ def test_every_route_takes_every_case_right(op, case):
         for config in route.configs(problem, device)[:1]:
             run = route.prepared(args, config).call
             assert trial.complaint(route.numerics, run) is None, (route.name, config)
-            found, again = outputs(op, run, args), outputs(op, run, args)
-            assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True)), (
+            actual, repeated = outputs(op, run, args), outputs(op, run, args)
+            assert all(torch.equal(x, y) for x, y in zip(actual, repeated, strict=True)), (
                 "not the same from run to run"
             )
 
@@ -87,27 +87,27 @@ def test_measuring_leaves_the_arguments_as_they_are(op):
 @gpu_routes
 def test_random_layouts_are_exact(op, route):
     """Every call may be a kernel of its own to compile, hence the limit."""
-    taken, end = 0, time.monotonic() + 5
+    count, end = 0, time.monotonic() + 5
     device = Device.of(GPU)
     for seed in range(2000):
-        if taken > 5 and (taken == 80 or time.monotonic() > end):
+        if count > 5 and (count == 80 or time.monotonic() > end):
             break
         args = random_call(op, seed, GPU)
         if any(route.refuses(op.problem(*args), device)):
             continue
-        taken += 1
+        count += 1
         for config in route.configs(op.problem(*args), device)[:1]:
             assert equal(op, functools.partial(route.run, **config), args), seed
-    assert taken > 5
+    assert count > 5
 
 
 @launching_routes
 def test_nan_and_inf_pass_through(op, route):
     """Through the kernels that are ours."""
-    taken, end = 0, time.monotonic() + 5
+    count, end = 0, time.monotonic() + 5
     device = Device.of(GPU)
     for seed in range(2000):
-        if taken > 2 and time.monotonic() > end:
+        if count > 2 and time.monotonic() > end:
             break
         args = random_call(op, seed, GPU)
         if (
@@ -116,17 +116,17 @@ def test_nan_and_inf_pass_through(op, route):
             or any(route.refuses(op.problem(*args), device))
         ):
             continue
-        taken += 1
+        count += 1
         config = route.configs(op.problem(*args), device)[0]
         assert lets_pass(op, functools.partial(route.run, **config), args) is None, seed
-    assert taken > 2
+    assert count > 2
 
 
 def usable_call(op, route):
     """A floating-point call that the route takes, in layouts that a clone keeps; in others only where it
     takes no such.
     """
-    found = None
+    result = None
     for seed in range(4000):
         args = random_call(op, seed, GPU)
         if (
@@ -138,9 +138,9 @@ def usable_call(op, route):
         if clones_keep(args):
             return args
         if all(copy(x).stride() == x.stride() for x in args if isinstance(x, torch.Tensor)):
-            found = found or args
-    assert found is not None, "no call found"
-    return found
+            result = result or args
+    assert result is not None, "no call found"
+    return result
 
 
 def clones_keep(args):
@@ -188,33 +188,33 @@ def test_graph_capture_side_stream_and_threads(op, route):
     args = usable_call(op, route)
     assert equal(op, route.run, args)
 
-    def right(found):
-        return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    def right(actual):
+        return all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
     with turnout.pin(**{op.name: route.name}):
         expected = outputs(op, op, args)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            found = outputs(op, op, args)
+            actual = outputs(op, op, args)
         stream.synchronize()
-        assert right(found)
+        assert right(actual)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = outputs(op, op, args)
+            actual = outputs(op, op, args)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        assert right(found)
+        assert right(actual)
     problems = []
 
     def work():
         with torch.cuda.stream(torch.cuda.Stream()), turnout.pin(**{op.name: route.name}):
             for _ in range(50):
-                found = outputs(op, op, args)
+                actual = outputs(op, op, args)
                 torch.cuda.current_stream().synchronize()
-                if not right(found):
-                    problems.append(found)
+                if not right(actual):
+                    problems.append(actual)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     [t.start() for t in threads]
@@ -235,8 +235,8 @@ def test_unaligned_views(op):
             torch.cat([x.new_zeros(1), x.reshape(-1)])[1:].view(x.shape) if isinstance(x, torch.Tensor) else x
             for x in args
         )
-        for given in (args, shifted, args):
-            assert equal(op, op, given)
+        for arguments in (args, shifted, args):
+            assert equal(op, op, arguments)
 
 
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])
@@ -256,7 +256,7 @@ def test_repeated_launches_take_what_is_new(name, dtype):
                     hook.add(heard.append)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    found = [turnout.dot(a, b) for a in vectors for b in vectors]
+                    actual = [turnout.dot(a, b) for a in vectors for b in vectors]
                 if listening:
                     hook.remove(heard.append)
                 torch.cuda.synchronize()
@@ -267,7 +267,7 @@ def test_repeated_launches_take_what_is_new(name, dtype):
                 ]
                 assert all(
                     torch.equal(x, y.to(dtype) if dtype.is_complex else y.real.to(dtype))
-                    for x, y in zip(found, wanted, strict=True)
+                    for x, y in zip(actual, wanted, strict=True)
                 )
     assert len(heard) == 2 * len(wanted)
 
@@ -277,7 +277,7 @@ def test_a_prepared_call_takes_what_is_new(op, route):
     """Other addresses, another alignment, another stream, a profiler that begins to listen."""
     from triton import knobs
 
-    heard, taken, told = [], 0, set()
+    heard, count, told = [], 0, set()
     hook, device, stream = knobs.runtime.launch_enter_hook, Device.of(GPU), torch.cuda.Stream()
     for seed in range(2000):
         args = elsewhere(random_call(op, seed, GPU))
@@ -287,7 +287,7 @@ def test_a_prepared_call_takes_what_is_new(op, route):
         prepared, plain = route.prepared(args, config), functools.partial(route.run, **config)
         if not prepared.is_direct:  # something is moved before the launch
             continue
-        taken += 1
+        count += 1
         for listening, off in (
             (False, 0),
             (False, 0),
@@ -297,23 +297,23 @@ def test_a_prepared_call_takes_what_is_new(op, route):
             (True, 1),
             (False, 0),
         ):
-            given = elsewhere(args, off)
-            wanted = outputs(op, plain, given)
+            arguments = elsewhere(args, off)
+            wanted = outputs(op, plain, arguments)
             if listening:
                 hook.add(heard.append)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                found = outputs(op, prepared.call, given)
+                actual = outputs(op, prepared.call, arguments)
             if listening:
                 hook.remove(heard.append)
                 told.add(len(heard))
                 heard.clear()
             stream.synchronize()
-            assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), (seed, listening, off)
-            assert [(x.dtype, x.stride()) for x in found] == [(x.dtype, x.stride()) for x in wanted]
-        if taken == 8:
+            assert all(torch.equal(x, y) for x, y in zip(actual, wanted, strict=True)), (seed, listening, off)
+            assert [(x.dtype, x.stride()) for x in actual] == [(x.dtype, x.stride()) for x in wanted]
+        if count == 8:
             break
-    assert taken == 8
+    assert count == 8
     assert heard == []
     assert len(told) == 1  # as many launches in each call
     assert told != {0}
@@ -330,13 +330,13 @@ def test_sums_in_parts_at_the_same_time(dtype):
     streams = [torch.cuda.Stream() for _ in vectors]
     torch.cuda.synchronize()
     with turnout.pin(dot="two-stage", matmul="two-stage"):
-        graphs, found = [], []
+        graphs, results = [], []
         for x in vectors:
             with torch.cuda.stream(streams[0]):
                 turnout.dot(x, x)
             graphs.append(torch.cuda.CUDAGraph())
             with torch.cuda.graph(graphs[-1], stream=streams[0]):
-                found.append(turnout.dot(x, x))
+                results.append(turnout.dot(x, x))
         eager = []
         for _ in range(50):
             for x, stream, graph in zip(vectors, streams, graphs, strict=True):
@@ -344,7 +344,7 @@ def test_sums_in_parts_at_the_same_time(dtype):
                     graph.replay()
                     eager.append((turnout.dot(x, x), turnout.matmul(batches, batches.mT)))
         torch.cuda.synchronize()
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(results, wanted, strict=True))
     assert all(
         torch.equal(x, wanted[i % 4]) and torch.equal(y, wanted_batches) for i, (x, y) in enumerate(eager)
     )
@@ -360,10 +360,10 @@ def test_room_for_parts_is_no_graphs():
     with turnout.pin(dot="two-stage"):
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.use_mem_pool(pool):
-            found = turnout.dot(a, b)
+            result = turnout.dot(a, b)
         torch.cuda.synchronize()
-        assert found == wanted
-        del found
+        assert result == wanted
+        del result
         assert not [
             block
             for segment in pool.snapshot()
@@ -378,7 +378,7 @@ def test_room_for_parts_is_no_graphs():
 
 @pytest.mark.parametrize("name", ["single-launch", "two-stage"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_more_than_2_31_elements(name, dtype):
+def test_tensors_of_more_than_2_31_elements(name, dtype):
     length = 2**31 + 12345
     a = torch.zeros(length, dtype=dtype, device=GPU)
     b = torch.zeros(length, dtype=dtype, device=GPU)
@@ -402,7 +402,7 @@ def test_memory_is_a_constant(name):
         assert peak_mib(turnout.dot, (a, b)) < 0.1
 
 
-def test_mixed_devices_raise_what_torch_raises():
+def test_mixed_devices_raise_the_error_of_torch():
     with pytest.raises(RuntimeError) as theirs:
         torch.dot(torch.ones(3, device=GPU), torch.ones(3))
     with pytest.raises(RuntimeError) as ours:

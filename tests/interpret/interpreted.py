@@ -68,11 +68,11 @@ def test_outputs_are_tensors_of_their_own(op, route):
             continue
         config = next(iter(route.configs(op.problem(*args), H200)))
         small = {key: min(n, SMALL.get(key, n)) for key, n in config.items()}
-        given = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
+        arguments = tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args)
         with torch.no_grad():
-            results = as_tuple(route.run(*given, **small))
+            results = as_tuple(route.run(*arguments, **small))
         assert not any(y._is_view() for y in results)
-        assert_apart(results, given, lambda y: y.zero_())
+        assert_apart(results, arguments, lambda y: y.zero_())
         seen += 1
         if seen == ENOUGH:
             break

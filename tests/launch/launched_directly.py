@@ -178,14 +178,14 @@ class Watched:
             prepared = route.prepared(args, route.configs(op.problem(*args), device)[0])
         if self.plan is None:
             return None
-        found = []
-        for given in (args, elsewhere(args), elsewhere(args), args):
-            ordinary = self.launches(self.plan.launch_by_triton, given)
-            direct = self.launches(prepared.call, given)
-            found.append(ordinary == direct)
-        if len({self.launches(prepared.call, given)[0] for given in (args, elsewhere(args))}) == 1:
+        results = []
+        for arguments in (args, elsewhere(args), elsewhere(args), args):
+            ordinary = self.launches(self.plan.launch_by_triton, arguments)
+            direct = self.launches(prepared.call, arguments)
+            results.append(ordinary == direct)
+        if len({self.launches(prepared.call, arguments)[0] for arguments in (args, elsewhere(args))}) == 1:
             return "the same for other addresses"
-        return f"{len(direct)} same" if all(found) else f"{len(direct)} differs: {found}"
+        return f"{len(direct)} same" if all(results) else f"{len(direct)} differs: {results}"
 
 
 def main():

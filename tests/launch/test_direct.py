@@ -53,7 +53,7 @@ def libcuda(tmp_path_factory):
 
 def test_direct_launches_are_ordinary_launches(libcuda, tmp_path):
     """Grid, block, shared memory, stream, attributes and every byte of every parameter."""
-    found = {
+    results = {
         "TRITON_LIBCUDA_PATH": str(libcuda),
         "LD_LIBRARY_PATH": str(libcuda),
         "TRITON_CACHE_DIR": str(tmp_path),
@@ -61,7 +61,11 @@ def test_direct_launches_are_ordinary_launches(libcuda, tmp_path):
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, str(HERE / "launched_directly.py")]
     done = subprocess.run(
-        command, env={**os.environ, **found, "PYTHONPATH": path}, capture_output=True, text=True, timeout=500
+        command,
+        env={**os.environ, **results, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     first, *every = done.stdout.splitlines()

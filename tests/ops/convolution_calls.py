@@ -33,10 +33,10 @@ class Call(NamedTuple):
 
     def run(self, launch, device, config):
         """Whether a launch writes exactly the rounded sums, and all of them."""
-        made = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(0)
 
         def integers(*shape, most=3):
-            t = torch.randint(-most, most + 1, shape, generator=made).to(self.dtype).to(device)
+            t = torch.randint(-most, most + 1, shape, generator=generator).to(self.dtype).to(device)
             return t if self.dense or t.dim() < 5 else channels_last(t)
 
         size, out_size = self.size, self.output()

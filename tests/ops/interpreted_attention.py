@@ -40,7 +40,7 @@ def run_with(rows, keys, warps=4, stages=1):
 
 @pytest.mark.parametrize("keys", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_every_block(rows, keys):
+def test_every_block_size_is_close(rows, keys):
     """More rows and keys than a block, not a multiple of it, and fewer; with all that the kernel knows."""
     for causal, lengths, masked in ((False, False, False), (True, True, True)):
         for length in (rows + 5, 7):
@@ -55,7 +55,7 @@ def test_every_block(rows, keys):
 
 @pytest.mark.parametrize("dim", [5, 16, 72, 257, 320, 512])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (19, 1)])
-def test_short_and_odd(dim, rows, keys):
+def test_short_and_odd_lengths(dim, rows, keys):
     assert (
         Trial(ATTENTION, call(rows, keys, dim, False, False, False)).complaint("close", run_with(16, 32))
         is None
@@ -70,16 +70,23 @@ def test_lengths_beyond_the_keys_stay_inside_them(lengths):
     key counts twice.
     """
     q, k, v, *_ = call(5, 40, 16, False, False, False)
-    given = torch.tensor(lengths, dtype=torch.int32)
-    out = run_flash(q, k, v, None, False, 0.25, given, 16, 16, 4, 1)
+    arguments = torch.tensor(lengths, dtype=torch.int32)
+    out = run_flash(q, k, v, None, False, 0.25, arguments, 16, 16, 4, 1)
     at = torch.arange(40)
     expected = ATTENTION.reference(
-        q, k, v, ((at < given[:, :1]) | (at >= 40 - given[:, 1:]))[:, None, None], False, 0.25, None, []
+        q,
+        k,
+        v,
+        ((at < arguments[:, :1]) | (at >= 40 - arguments[:, 1:]))[:, None, None],
+        False,
+        0.25,
+        None,
+        [],
     )
     torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
-def test_large_scores_and_nothing_to_see():
+def test_large_scores_and_fully_masked_queries():
     q, k, v, *_ = call(5, 40, 16, False, False, False)
     args = (200 * q, 200 * k, v, None, False, 0.01, torch.tensor([[40, 0], [0, 0]], dtype=torch.int32), [])
     out = run_with(16, 16)(*args)
@@ -116,7 +123,7 @@ def test_infinite_scores(causal, lengths, masked):
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_padding_is_not_read_into_the_result():
+def test_values_in_padding_do_not_change_the_result():
     q, k, v, *_ = call(5, 40, 16, False, False, False)
     k[:, :, 7:35], v[:, :, 7:35] = torch.nan, torch.nan
     assert (
@@ -128,7 +135,7 @@ def test_padding_is_not_read_into_the_result():
 @pytest.mark.parametrize(
     "lengths", [[44, 0, 50, 0], [10, 20, 30, 20], [50, 0, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], []]
 )
-def test_the_kernel_goes_on_where_another_stopped(lengths, step, apart, monkeypatch):
+def test_kernel_continues_from_partial_results(lengths, step, apart, monkeypatch):
     """common-keys, with torch in the place of a vendor's kernel and of streams."""
 
     def with_sums(q, k, v, scale, cudnn):
@@ -146,7 +153,7 @@ def test_the_kernel_goes_on_where_another_stopped(lengths, step, apart, monkeypa
     assert all(keys % step == 0 or keys < step for keys in seen)
 
 
-def test_parts_are_joined():
+def test_partial_results_are_combined():
     """Softmax over all keys out of softmaxes over parts; a part that saw nothing, and rows of which no part
     did.
     """

@@ -58,7 +58,7 @@ def test_inside_a_border(sizes, channels, groups, gapped, dtype):
 
 
 @pytest.mark.parametrize("gapped", [False, True], ids=["dense", "gapped"])
-def test_far_from_zero(gapped):
+def test_large_mean_keeps_variance_accurate(gapped):
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
     x = 1000 + last(1, 8, 2, 5, 7)
     x = inside_border(x).copy_(x) if gapped else x
@@ -68,7 +68,7 @@ def test_far_from_zero(gapped):
     assert relative_error(out, truth(op, args)[0]) < 3e-7
 
 
-def test_an_x_that_is_expanded_or_permuted():
+def test_expanded_and_permuted_inputs():
     picture = last(1, 8, 1, 4, 5)
     for x in (picture.expand(2, 8, 3, 4, 5), last(1, 8, 3, 4, 5)[:, :, ::2, :, 1:].transpose(2, 4)):
         assert (
@@ -126,5 +126,5 @@ def test_sums_of_blocks_of_parts_are_those_of_the_whole(sizes, channels, groups,
         where = Where(height, width, *((first, 0) if axis == -2 else (0, first)))
         sums.append(launch_sums(part, groups, (grain(height), grain(width)), blocks_of(part.shape, where)))
     moments = launch_moments(torch.cat(sums, 1 if axis == -2 else 2), whole[0].numel() // groups, 1e-6)
-    found = [launch_norm(part, moments, weight, bias, True, torch.empty_like(part)) for part in parts]
-    assert torch.equal(torch.cat(found, axis), expected)
+    actual = [launch_norm(part, moments, weight, bias, True, torch.empty_like(part)) for part in parts]
+    assert torch.equal(torch.cat(actual, axis), expected)

@@ -19,7 +19,7 @@ def _seeded():
 
 def complaint(name, args, **config):
     op = OPS[name]
-    return Trial(op, args).complaint("close", lambda *given: op.routes["rows"].run(*given, **config))
+    return Trial(op, args).complaint("close", lambda *arguments: op.routes["rows"].run(*arguments, **config))
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -42,7 +42,7 @@ def test_channels_that_fill_no_tile():
     assert complaint("layer_norm_modulate", args, tokens=2, channels=1024, warps=4) is None
 
 
-def test_far_from_zero():
+def test_large_mean_keeps_variance_accurate():
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
     x = 1000 + torch.randn(1, 4, 160)
     assert (

@@ -76,7 +76,7 @@ def test_rows_of_several_tiles(channels):
 
 
 @pytest.mark.parametrize("route", ["rows", "planes"])
-def test_group_norm_far_from_zero(route):
+def test_group_norm_of_large_mean_keeps_variance_accurate(route):
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
     x = (1000 + torch.randn(1, 8, 2, 5, 7)).contiguous(
         memory_format=LAST if route == "rows" else torch.contiguous_format
@@ -88,8 +88,8 @@ def test_group_norm_far_from_zero(route):
         else {"lanes": 16, "unroll": 2, "waves": 1}
     )
     op = OPS["group_norm_silu"]
-    found = op.routes[route].run(*args, **tile)
-    assert relative_error(found, truth(op, args)[0]) < 3e-7
+    result = op.routes[route].run(*args, **tile)
+    assert relative_error(result, truth(op, args)[0]) < 3e-7
 
 
 @pytest.mark.parametrize("route", ["rows", "planes"])

@@ -34,13 +34,13 @@ def by_hand(q, k, v, allowed=None, scale=None):
     return torch.softmax(scores, 3).nan_to_num(0.0) @ v
 
 
-def close(found, true):
-    torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-5)
+def close(actual, true):
+    torch.testing.assert_close(actual.double(), true, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(("rows", "keys"), [(9, 13), (13, 9), (1, 7), (5, 1), (1, 1)])
-def test_plain_causal_and_scaled(kv_heads, rows, keys):
+def test_attention_without_mask_causal_and_scaled(kv_heads, rows, keys):
     q, k, v = tensors(kv_heads=kv_heads, rows=rows, keys=keys)
     seen = torch.arange(keys) <= torch.arange(rows)[:, None]
     close(turnout.attention(q, k, v), by_hand(q, k, v))
@@ -57,23 +57,23 @@ def test_equals_torch_to_the_bit_where_torch_has_the_same_call():
     )
 
 
-def test_lengths_in_every_form():
+def test_kv_lengths_as_lists_and_tensors():
     q, k, v = tensors(batch=3)
     at = torch.arange(13)
     first = torch.tensor([13, 4, 0])
     allowed = (at < first[:, None])[:, None, None]
-    for given in ([13, 4, 0], (13, 4, 0), first, first.int(), [[13, 0], [4, 0], [0, 0]]):
-        close(turnout.attention(q, k, v, kv_lengths=given), by_hand(q, k, v, allowed))
+    for argument in ([13, 4, 0], (13, 4, 0), first, first.int(), [[13, 0], [4, 0], [0, 0]]):
+        close(turnout.attention(q, k, v, kv_lengths=argument), by_hand(q, k, v, allowed))
     both = [[3, 10], [3, 5], [0, 2]]  # text, then image
     allowed = torch.stack([(at < head) | (at >= 13 - tail) for head, tail in both])[:, None, None]
-    for given in (both, torch.tensor(both)):
-        close(turnout.attention(q, k, v, kv_lengths=given), by_hand(q, k, v, allowed))
+    for argument in (both, torch.tensor(both)):
+        close(turnout.attention(q, k, v, kv_lengths=argument), by_hand(q, k, v, allowed))
         seen = allowed & (at <= torch.arange(9)[:, None])
-        close(turnout.attention(q, k, v, kv_lengths=given, causal=True), by_hand(q, k, v, seen))
+        close(turnout.attention(q, k, v, kv_lengths=argument, causal=True), by_hand(q, k, v, seen))
 
 
 @pytest.mark.parametrize("route", ["reference", "narrow"])
-def test_what_stands_in_padding_does_not_matter(route):
+def test_values_in_padding_do_not_change_the_result(route):
     q, k, v = tensors()
     expected = turnout.attention(q, k, v, kv_lengths=[[3, 4], [13, 0]])
     for x in (k, v):
@@ -92,12 +92,12 @@ def test_lengths_and_a_mask_together():
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_queries_that_see_nothing_give_zero(kind):
+def test_fully_masked_queries_give_zero(kind):
     q, k, v = tensors()
     mask = torch.rand(2, 1, 9, 13) < 0.5
     mask[0, 0, 3] = mask[1] = False
-    given = mask if kind == "bool" else torch.where(mask, 0.0, -torch.inf)
-    out = turnout.attention(q, k, v, mask=given)
+    arguments = mask if kind == "bool" else torch.where(mask, 0.0, -torch.inf)
+    out = turnout.attention(q, k, v, mask=arguments)
     assert (out[1] == 0).all()
     assert (out[0, :, 3] == 0).all()
     close(out, by_hand(q, k, v, mask))
@@ -105,7 +105,7 @@ def test_queries_that_see_nothing_give_zero(kind):
 
 
 @pytest.mark.parametrize("keys", [1, 3, 13, 20, 200])
-def test_nan_is_not_lost(keys):
+def test_nan_propagates(keys):
     """torch's own kernel loses it with fewer than 16 keys."""
     q, k, v = tensors(keys=keys)
     q[0, 0, 3, 5] = k[1, 1, 0, 2] = torch.nan
@@ -116,7 +116,7 @@ def test_nan_is_not_lost(keys):
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("causal", [False, True])
-def test_float64_is_what_others_are_held_against(kv_heads, causal):
+def test_infinite_scores_of_masked_keys_do_not_spread_in_float64(kv_heads, causal):
     """With infinite scores where nobody looks, which torch's own masks make NaN."""
     q, k, v = (x.double() for x in tensors(kv_heads=kv_heads))
     allowed = torch.rand(2, 1, 9, 13, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -127,8 +127,8 @@ def test_float64_is_what_others_are_held_against(kv_heads, causal):
     for mask in (allowed, torch.where(allowed, 0.0, -torch.inf).double()):
         torch.testing.assert_close(turnout.attention(q, k, v, mask=mask, causal=causal), expected)
     k[:, :, 5] = 0.0
-    given = [x[..., :2].clone().requires_grad_() for x in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *x: turnout.attention(*x, mask=allowed, causal=causal), given)
+    arguments = [x[..., :2].clone().requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(lambda *x: turnout.attention(*x, mask=allowed, causal=causal), arguments)
 
 
 def test_large_scores_stay_finite():
@@ -137,7 +137,7 @@ def test_large_scores_stay_finite():
 
 
 @pytest.mark.parametrize("shape", [{"rows": 0}, {"keys": 0}, {"batch": 0}])
-def test_nothing_to_do(shape):
+def test_empty_inputs(shape):
     q, k, v = tensors(**shape)
     out = turnout.attention(q, k, v)
     assert out.shape == q.shape
@@ -148,15 +148,17 @@ def test_the_output_is_dense_in_the_layout_of_q():
     for inside in (False, True):
         q, k, v = tensors(inside=inside)
         wider = torch.cat([q, q], 3)[..., :16]
-        for given in (q, wider):
+        for argument in (q, wider):
             for kwargs in (
                 {},
                 {"causal": True},
                 {"kv_lengths": [5, 3]},
                 {"mask": torch.ones(9, 13, dtype=torch.bool).tril()},
             ):
-                out = turnout.attention(given, k, v, **kwargs)
-                assert (out.transpose(1, 2) if given.stride(1) < given.stride(2) else out).is_contiguous()
+                out = turnout.attention(argument, k, v, **kwargs)
+                assert (
+                    out.transpose(1, 2) if argument.stride(1) < argument.stride(2) else out
+                ).is_contiguous()
     q, k, v = tensors(heads=1, kv_heads=1, inside=True)
     assert turnout.attention(q, k, v).stride() == torch.empty(2, 1, 9, 16).stride()
 
@@ -179,8 +181,8 @@ def test_a_mask_over_keys_is_recognised():
         ((at >= 13), [0, 0, 0, 0]),
         ((at >= 5), [0, 8, 0, 8]),
     ):
-        *_, given, _, _, _, known = ATTENTION.arguments(q, k, v, mask)
-        assert (given, known) == (None, lengths)
+        *_, arguments, _, _, _, known = ATTENTION.arguments(q, k, v, mask)
+        assert (arguments, known) == (None, lengths)
         close(turnout.attention(q, k, v, mask=mask), by_hand(q, k, v, mask))
     holes = (at % 2 == 0)[None, None, None]
     assert problem(q, k, v, holes).mask == "keys"
@@ -208,7 +210,7 @@ def test_runs_of_lengths():
     "lengths",
     [[44, 0, 50, 0], [10, 20, 30, 20], [10, 20, 50, 0], [50, 0, 3, 20], [5, 3, 5, 40], [0, 20, 0, 30]],
 )
-def test_keys_in_common_and_the_rest_are_all_that_count(lengths, step):
+def test_keys_are_split_into_common_and_rest(lengths, step):
     run = padding.Common.of(lengths, 50, step)
     common, rest = run.split(torch.arange(50.0).view(1, 1, 50, 1))
     assert run.size > 0
@@ -235,13 +237,13 @@ def test_keys_in_common_and_the_rest_are_all_that_count(lengths, step):
         ({"mask": torch.ones(9, 13, dtype=torch.float64)}, "bool or q's dtype"),
     ],
 )
-def test_wrong_calls_say_what_they_need(kwargs, says):
+def test_invalid_arguments_raise_with_what_is_needed(kwargs, says):
     q, k, v = tensors()
     with pytest.raises(ValueError, match=says):
         turnout.attention(q, k, v, **kwargs)
 
 
-def test_wrong_shapes_say_what_they_need():
+def test_invalid_shapes_raise_with_what_is_needed():
     q, k, v = tensors()
     for args, says in (
         ((q[0], k, v), r"batch, heads, length, dim"),
@@ -266,7 +268,7 @@ def largest_allocation(run):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_scores_are_never_all_there(causal, monkeypatch):
+def test_forward_never_holds_all_scores(causal, monkeypatch):
     """Of all calls on a CPU only those with another head dim for v have no fused kernel in torch."""
     monkeypatch.setitem(_CHUNK_BYTES, "cpu", 2**21)
     q, k, v = tensors(1, 1, 1, 1500, 1500, 8)
@@ -277,7 +279,7 @@ def test_scores_are_never_all_there(causal, monkeypatch):
     assert largest_allocation(lambda: turnout.attention(q, k, v, kv_lengths=[700])) < 2**22
 
 
-def test_backward_needs_no_scores_either():
+def test_backward_never_holds_all_scores():
     q, k, v = (x.requires_grad_() for x in tensors(1, 1, 1, 1500, 1500, 8))
     with turnout.pin(attention="narrow"):
         out = turnout.attention(q, k, v, kv_lengths=[700])
@@ -342,7 +344,7 @@ def on_h200(batch, heads, rows, dim, **kwargs):
     return ATTENTION.verdict(ATTENTION.key(args), H200)
 
 
-def test_the_choice_on_an_h200():
+def test_choice_on_an_h200():
     assert on_h200(1, 1, 4096, 512).chosen == "wide-head-hopper"
     assert on_h200(1, 1, 16384, 384).chosen == "wide-head-hopper"
     assert on_h200(1, 24, 4608, 128).chosen == "reference"  # which asks cuDNN
@@ -354,7 +356,7 @@ def test_the_choice_on_an_h200():
     assert on_h200(2, 24, 4608, 128, kv_lengths=[64, 4608]).chosen == "narrow"  # little in common
 
 
-def test_keys_that_do_not_come_out_even_on_an_h200():
+def test_choice_for_uneven_key_counts_on_an_h200():
     """cuDNN is slower there, and common-keys takes calls without lengths; the host's time is too long for
     short ones.
     """
@@ -367,7 +369,7 @@ def test_keys_that_do_not_come_out_even_on_an_h200():
 
 
 @pytest.mark.parametrize("card", ["a100", "rtx-4090", "b200"])
-def test_where_nothing_was_measured_torch_is_left_to_choose(card):
+def test_torch_chooses_where_nothing_was_measured(card):
     device = Device.named(card)
     for shape, route in (((1, 1, 4096, 512), "wide-head"), ((1, 24, 4608, 128), "flash-triton")):
         q = torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -44,7 +44,7 @@ def hopper():
 @pytest.mark.parametrize(("warps", "stages"), [(4, 3), (8, 2)])
 @pytest.mark.parametrize("keys", [16, 32, 64, 128])
 @pytest.mark.parametrize("rows", [16, 32, 64, 128])
-def test_every_block(rows, keys, warps, stages):
+def test_every_block_size_is_close(rows, keys, warps, stages):
     q, k, v = tensors(2, 4, 2, 150, 333, 64, inside=True)
     ends = torch.tensor([[100, 77], [0, 0]], dtype=torch.int32, device=GPU)
 
@@ -106,7 +106,7 @@ def test_infinite_scores(splits, causal):
         return
     q, k, v = tensors(*shape)
     q[:, 1, ::2, 5], k[..., 5], k[:, :, 200, 5] = torch.inf, -1.0, 1.0
-    found = (
+    actual = (
         run_wide_hopper(q, k, v, causal, 0.05, splits)
         if splits
         else run_flash(q, k, v, None, causal, 0.05, None, 64, 32, 8, 1)
@@ -114,8 +114,8 @@ def test_infinite_scores(splits, causal):
     infinite = torch.zeros(1, 2, 270, 1, dtype=torch.bool, device=GPU)
     infinite[:, 1, ::2] = True
     lost = infinite & (torch.arange(270, device=GPU) >= (200 if causal else 0))[:, None]
-    assert torch.equal(found.isnan(), lost.expand(found.shape))
-    assert torch.equal(found == 0, (infinite & ~lost).expand(found.shape))
+    assert torch.equal(actual.isnan(), lost.expand(actual.shape))
+    assert torch.equal(actual == 0, (infinite & ~lost).expand(actual.shape))
 
 
 def test_a_view_that_starts_anywhere():
@@ -138,10 +138,10 @@ def test_lengths_are_read_once():
         torch.testing.assert_close(turnout.attention(q, k, v, **kwargs), expected)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = turnout.attention(q, k, v, **kwargs)
+            actual = turnout.attention(q, k, v, **kwargs)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
     lengths[0] = 50
     torch.testing.assert_close(
         turnout.attention(q, k, v, kv_lengths=lengths), turnout.attention(q, k, v, kv_lengths=[50, 100])
@@ -159,11 +159,13 @@ def test_lengths_that_only_the_device_knows():
         )  # compiled before the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = turnout.attention(q, k, v, kv_lengths=lengths)
-    for given in ([30, 100], [7, 64]):
-        lengths.copy_(torch.tensor(given))
+            actual = turnout.attention(q, k, v, kv_lengths=lengths)
+    for argument in ([30, 100], [7, 64]):
+        lengths.copy_(torch.tensor(argument))
         graph.replay()
-        torch.testing.assert_close(found, turnout.attention(q, k, v, kv_lengths=given), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(
+            actual, turnout.attention(q, k, v, kv_lengths=argument), rtol=2e-2, atol=2e-2
+        )
 
 
 @pytest.mark.parametrize("lengths", [[[20, 256], [64, 256]], [300, 320]])
@@ -199,9 +201,9 @@ def test_two_streams_leave_nothing_behind(lengths):
     def work():
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                found = run(q, k, v)
+                actual = run(q, k, v)
                 torch.cuda.current_stream().synchronize()
-                wrong.extend([] if torch.equal(found, expected) else [found])
+                wrong.extend([] if torch.equal(actual, expected) else [actual])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     [t.start() for t in threads]
@@ -211,7 +213,7 @@ def test_two_streams_leave_nothing_behind(lengths):
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("keys", [129, 200, 255, 333])
-def test_keys_that_do_not_come_out_even(keys, inside):
+def test_uneven_key_counts(keys, inside):
     """Without lengths too: a vendor's kernel on a multiple of 128 keys, ours on the rest."""
     q, k, v = tensors(2, 4, 2, 150, keys, 128, inside=inside)
     args = ATTENTION.arguments(q, k, v)
@@ -249,15 +251,15 @@ def test_backward_of_a_wide_head_keeps_no_scores():
 
 
 @pytest.mark.parametrize("name", ["flash-triton", "wide-head"])
-def test_more_than_2_31_elements(name):
+def test_tensors_of_more_than_2_31_elements(name):
     """Keys behind 2^31 elements: only the last 64 count."""
     dim, keys = (256, 2**23 + 100) if name == "flash-triton" else (264, 2**23)
     q = torch.randn(1, 1, 32, dim, dtype=torch.bfloat16, device=GPU)
     k = torch.zeros(1, 1, keys, dim, dtype=torch.bfloat16, device=GPU)
     k[:, :, -64:] = torch.randn(64, dim, dtype=torch.bfloat16, device=GPU)
     with turnout.pin(attention=name):
-        found = turnout.attention(q, k, k, kv_lengths=[[0, 64]])
+        actual = turnout.attention(q, k, k, kv_lengths=[[0, 64]])
     last = k[:, :, -64:].clone(
         memory_format=torch.contiguous_format
     )  # torch's kernels do not take a stride beyond 2^31
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(q, last, last), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(actual, F.scaled_dot_product_attention(q, last, last), rtol=2e-2, atol=2e-2)

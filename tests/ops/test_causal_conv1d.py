@@ -95,10 +95,10 @@ def plain_loop(x, weight, bias=None, silu=False, seq_idx=None, cu_seqlens=None, 
     return y, final
 
 
-def close(found, expected, dtype):
+def close(actual, expected, dtype):
     size = expected.norm()
     return (
-        float((found.double() - expected).norm() / (size if size > 0 else 1)) <= 1.5 * torch.finfo(dtype).eps
+        float((actual.double() - expected).norm() / (size if size > 0 else 1)) <= 1.5 * torch.finfo(dtype).eps
     )
 
 
@@ -114,7 +114,7 @@ def packing_of(kind, batch, length):
 @pytest.mark.parametrize("packing", ["none", "seq_idx", "cu_seqlens"])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_against_a_plain_loop(layout, dtype, packing):
+def test_equals_a_plain_loop(layout, dtype, packing):
     sizes = (
         (1, 3, 5, False),
         (2, 8, 1, True),
@@ -167,22 +167,22 @@ def test_cpu_routes_are_exact_on_small_integers(op, route):
     for seed in range(150):
         args = op.arguments(*op.declared_cases.random_call(random.Random(seed), torch.device("cpu")))
         if not any(route.refuses(op.problem(*args), CPU)):
-            for found, expected in zip(
+            for actual, expected in zip(
                 outputs(op, route.run, args), outputs(op, op.reference, args), strict=True
             ):
-                assert (found.dtype, found.shape, found.stride()) == (
+                assert (actual.dtype, actual.shape, actual.stride()) == (
                     expected.dtype,
                     expected.shape,
                     expected.stride(),
                 )
-                assert torch.equal(found, expected), op.problem(*args)
+                assert torch.equal(actual, expected), op.problem(*args)
             seen += 1
     assert seen > 20
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("layout", ["first", "last", "any"])
-def test_cpu_routes_keep_their_promise_with_silu(layout, dtype):
+def test_cpu_routes_with_silu_are_close(layout, dtype):
     x = 4 * make(2, 24, 1500, layout, dtype)
     args = (x, torch.randn(24, 4).to(dtype), torch.randn(24).to(dtype), "silu", None, None, None, False)
     route = CAUSAL_CONV1D.routes["cpu-cols" if layout == "last" else "cpu-rows"]
@@ -367,7 +367,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("mistake", BAD)
-def test_bad_input(mistake):
+def test_invalid_arguments_raise_with_what_is_needed(mistake):
     call, message = BAD[mistake]
     with pytest.raises(ValueError, match=message):
         call()
@@ -405,7 +405,7 @@ def plain_steps(x, state, weight, bias, silu, lengths, slots):
 @pytest.mark.parametrize("name", ["reference", "cpu-channels"])
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("slots", [None, [3, -1, 0], [-1, -1, -1]])
-def test_update_against_a_plain_loop(name, ring, slots):
+def test_update_equals_a_plain_loop(name, ring, slots):
     slots = None if slots is None else torch.tensor(slots, dtype=torch.int32)
     single, half, brain = HALF
     for width, size, length, dtype in (
@@ -431,7 +431,7 @@ def test_update_against_a_plain_loop(name, ring, slots):
         assert torch.equal(state.double(), after)
 
 
-def test_update_goes_on_where_the_convolution_ended():
+def test_update_continues_from_the_final_state():
     x, weight, bias = torch.randn(2, 6, 12), torch.randn(6, 4), torch.randn(6)
     whole = causal_conv1d(x, weight, bias, activation="silu")
     _, state = causal_conv1d(x[..., :7], weight, bias, return_final_states=True)
@@ -439,7 +439,7 @@ def test_update_goes_on_where_the_convolution_ended():
     torch.testing.assert_close(torch.stack(steps, 2), whole[..., 7:])
 
 
-def test_a_slot_that_is_not_there():
+def test_state_index_out_of_range_raises():
     for name in ("reference", "cpu-channels"):
         with turnout.pin(causal_conv1d_update=name), pytest.raises(IndexError):
             causal_conv1d_update(
@@ -479,9 +479,9 @@ def test_gradcheck(number):
     args = list(gradient_calls())[number]
 
     def first(*floats):
-        given = iter(floats)
+        arguments = iter(floats)
         y, final = CAUSAL_CONV1D.opaque(
-            *(next(given) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in args)
+            *(next(arguments) if isinstance(x, torch.Tensor) and x.requires_grad else x for x in args)
         )
         return (y, final) if args[-1] else y
 
@@ -559,8 +559,8 @@ def test_backward_is_the_vector_jacobian_product_of_the_forward():
         places = [i for i, t in enumerate(call) if torch.is_tensor(t) and t.is_floating_point()]
 
         def forward(*floats, call=tuple(call), places=tuple(places)):
-            given = dict(zip(places, floats, strict=True))
-            return CAUSAL_CONV1D.reference(*(given.get(i, t) for i, t in enumerate(call)))
+            arguments = dict(zip(places, floats, strict=True))
+            return CAUSAL_CONV1D.reference(*(arguments.get(i, t) for i, t in enumerate(call)))
 
         expected = dict(
             zip(
@@ -569,12 +569,12 @@ def test_backward_is_the_vector_jacobian_product_of_the_forward():
                 strict=True,
             )
         )
-        found = dict(
+        actual = dict(
             zip((0, 1, 2, 6), CAUSAL_CONV1D_BACKWARD.reference(grad, grad_final, *call), strict=True)
         )
         for i in (0, 1, 2, 6):
-            torch.testing.assert_close(found[i], expected[i]) if i in expected else None
-            assert i in expected or found[i].numel() == 0
+            torch.testing.assert_close(actual[i], expected[i]) if i in expected else None
+            assert i in expected or actual[i].numel() == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -606,18 +606,20 @@ def test_compiled_in_one_graph(dynamic):
 def test_explain_says_what_a_card_could_do():
     x = torch.empty(8, 4096, 4096, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(4096, 4, dtype=torch.bfloat16, device="meta")
-    for given, taken in (
+    for argument, selected in (
         (x, {"channel-first", "strided"}),
         (x.mT, {"channel-last", "strided"}),
         (x[..., ::2], {"strided"}),
     ):
-        found = turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200")
-        assert found.chosen in taken
-        assert set(found.microseconds) - set(found.refused) - {"reference"} == taken
-        for name in taken:
+        verdict = turnout.explain("causal_conv1d", argument, weight, activation="silu", device="h200")
+        assert verdict.chosen in selected
+        assert set(verdict.microseconds) - set(verdict.refused) - {"reference"} == selected
+        for name in selected:
             with turnout.pin(causal_conv1d=name):
                 assert (
-                    turnout.explain("causal_conv1d", given, weight, activation="silu", device="h200").chosen
+                    turnout.explain(
+                        "causal_conv1d", argument, weight, activation="silu", device="h200"
+                    ).chosen
                     == name
                 )
     step = turnout.explain(
@@ -640,7 +642,7 @@ def test_imports_neither_triton_nor_numba():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("silu", [False, True])
-def test_lengths_around_whole_vectors_on_a_cpu(dtype, silu):
+def test_cpu_routes_take_lengths_around_vector_width(dtype, silu):
     """What is left over behind the last whole vector is done again with what is before it, or one by one
     where nothing is.
     """
@@ -648,11 +650,11 @@ def test_lengths_around_whole_vectors_on_a_cpu(dtype, silu):
         x, weight, state = (torch.randn(shape).to(dtype) for shape in ((2, 3, length), (3, 4), (2, 3, 3)))
         call = {"activation": "silu" if silu else None, "initial_states": state}
         with turnout.pin(causal_conv1d="cpu-rows"):
-            found = turnout.causal_conv1d(x, weight, **call)
+            actual = turnout.causal_conv1d(x, weight, **call)
         with turnout.pin(causal_conv1d="reference"):
             expected = turnout.causal_conv1d(
                 x.double(), weight.double(), **call | {"initial_states": state.double()}
             )
         torch.testing.assert_close(
-            found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
+            actual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps
         )

@@ -80,8 +80,8 @@ def test_an_address_that_is_not_a_multiple_of_16_bytes():
     weight, bias = filters(16)
     for offset in (0, 1, 2, 4):
         x = flat[offset : offset + 2 * 16 * 64].view(2, 16, 64)
-        for given, name in ((x, "channel-first"), (x.view(2, 64, 16).mT, "channel-last")):
-            args = (given, weight, bias, "silu", None, None, None, False)
+        for argument, name in ((x, "channel-first"), (x.view(2, 64, 16).mT, "channel-last")):
+            args = (argument, weight, bias, "silu", None, None, None, False)
             assert Trial(CAUSAL_CONV1D, args).complaint("close", CAUSAL_CONV1D.routes[name].run) is None
 
 
@@ -99,8 +99,8 @@ def test_more_than_two_to_the_31_elements(layout):
             inside = causal_conv1d(end.double(), weight.double(), bias.double(), activation="silu")[
                 ..., 3 if part.start else 0 :
             ]
-            found = y[-1:, :, part][..., 3 if part.start else 0 :]
-            torch.testing.assert_close(found.double(), inside, rtol=2e-2, atol=2e-2)
+            actual = y[-1:, :, part][..., 3 if part.start else 0 :]
+            torch.testing.assert_close(actual.double(), inside, rtol=2e-2, atol=2e-2)
         assert torch.equal(final[-1], x[-1, :, -3:])
         del x, y, final
 
@@ -138,10 +138,10 @@ def test_graph_capture(layout):
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = step()
+        actual = step()
     state.copy_(kept)
     graph.replay()
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -154,9 +154,9 @@ def test_side_stream(layout):
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
         late = x.clone(memory_format=torch.preserve_format)
-        found = causal_conv1d(late, weight, bias, activation="silu")
+        actual = causal_conv1d(late, weight, bias, activation="silu")
     side.synchronize()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @layouts

@@ -52,11 +52,11 @@ def test_output_and_final_states_are_written_in_place_as_the_package_allows(rout
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
 
     def gradients(in_place):
-        given = [t.clone().requires_grad_() for t in (x, weight, bias, before)]
+        arguments = [t.clone().requires_grad_() for t in (x, weight, bias, before)]
         with turnout.pin(causal_conv1d=route):
             y, final = shim.causal_conv1d_fn(
-                *given[:3],
-                initial_states=given[3].transpose(1, 2),
+                *arguments[:3],
+                initial_states=arguments[3].transpose(1, 2),
                 return_final_states=True,
                 activation="silu",
             )
@@ -70,10 +70,10 @@ def test_output_and_final_states_are_written_in_place_as_the_package_allows(rout
             y = (y + 1) * 2
             final = final + y[..., :2]
         (y.square().sum() + final.square().sum()).backward()
-        return [y, final, *[t.grad for t in given]]
+        return [y, final, *[t.grad for t in arguments]]
 
-    for found, expected in zip(gradients(True), gradients(False), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_shim_varlen_states():

@@ -49,11 +49,11 @@ def made(shape, weight, dtype=torch.float32, layout="first", bias=True):
 def keeps_promises(op, *args, least=("reference",), **kwargs):
     """All routes that take a call are right, and those in `least` are among them."""
     args = op.arguments(*args, **kwargs)
-    trial, taken = Trial(op, args), ["reference"]
+    trial, selected = Trial(op, args), ["reference"]
     for name, numerics, run in routes_on_cpu(op, args):
         assert trial.complaint(numerics, run) is None, name
-        taken.append(name)
-    assert set(least) <= set(taken), taken
+        selected.append(name)
+    assert set(least) <= set(selected), selected
 
 
 # shape, weight, what else, and the routes that must take it in float32
@@ -99,7 +99,7 @@ CONV2D_CALLS = [
 ]
 CALLS = [(CONV3D, *call) for call in CONV3D_CALLS] + [(CONV2D, *call) for call in CONV2D_CALLS]
 calls = pytest.mark.parametrize(
-    ("op", "shape", "weight", "given", "least"),
+    ("op", "shape", "weight", "arguments", "least"),
     CALLS,
     ids=[f"{op.name}-{s}-{w}-{g}".replace(" ", "") for op, s, w, g, _ in CALLS],
 )
@@ -108,20 +108,23 @@ calls = pytest.mark.parametrize(
 @calls
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_route_in_float32(op, shape, weight, given, least, layout, bias):
+def test_every_route_in_float32(op, shape, weight, arguments, least, layout, bias):
     keeps_promises(
-        op, *made(shape, weight, layout=layout, bias=bias), **given, least=least if layout == "first" else []
+        op,
+        *made(shape, weight, layout=layout, bias=bias),
+        **arguments,
+        least=least if layout == "first" else [],
     )
 
 
 @calls
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_route_in_half_types(op, shape, weight, given, least, dtype):
-    seen_everywhere = "padding" not in given or least
+def test_every_route_in_half_types(op, shape, weight, arguments, least, dtype):
+    seen_everywhere = "padding" not in arguments or least
     keeps_promises(
         op,
         *made(shape, weight, dtype),
-        **given,
+        **arguments,
         least=["upcast"] if seen_everywhere and "pointwise" not in least else [],
     )
 
@@ -145,7 +148,7 @@ LONG_SUMS = [
     ids=[f"{op.name}-{s}".replace(" ", "") for op, s, _, _ in LONG_SUMS],
 )
 @pytest.mark.parametrize("layout", ["first", "last"])
-def test_long_sums_lose_no_more_digits_than_torchs(op, shape, weight, least, layout):
+def test_long_sums_are_as_accurate_as_torch(op, shape, weight, least, layout):
     """oneDNN loses more channels last than channels first; routes must know where torch would do which."""
     here = [
         name for name in least if name != "one-dnn" or Device.of("cpu").has_avx512
@@ -289,17 +292,17 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "weight", "given"), WRONG)
-def test_mistakes_raise_what_torch_raises(shape, weight, given):
+@pytest.mark.parametrize(("shape", "weight", "arguments"), WRONG)
+def test_invalid_arguments_raise_the_error_of_torch(shape, weight, arguments):
     x, w = torch.randn(shape), torch.randn(weight)
     with pytest.raises((RuntimeError, ValueError, TypeError)) as theirs:
-        F.conv2d(x, w, **given)
+        F.conv2d(x, w, **arguments)
     with pytest.raises(type(theirs.value)) as ours:
-        turnout.conv2d(x, w, **given)
+        turnout.conv2d(x, w, **arguments)
     assert str(ours.value) == str(theirs.value)
 
 
-def test_mixed_dtypes_raise_what_torch_raises():
+def test_mixed_dtypes_raise_the_error_of_torch():
     x, w = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError) as theirs:
         F.conv2d(x, w)
@@ -317,11 +320,11 @@ def test_residual_on_every_route(layout):
     ):
         x, w, bias = made(shape, weight, layout=layout)
         padding = weight[-1] // 2
-        like = TORCH[op.name](x, w, bias, padding=padding)
+        example = TORCH[op.name](x, w, bias, padding=padding)
         for residual in (
-            torch.randn_like(like),
-            torch.randn(like.shape),
-            torch.randn(like.shape).transpose(-1, -2).contiguous().mT,
+            torch.randn_like(example),
+            torch.randn(example.shape),
+            torch.randn(example.shape).transpose(-1, -2).contiguous().mT,
         ):
             keeps_promises(
                 op,
@@ -343,12 +346,12 @@ def test_float32_settings_are_part_of_the_problem():
     args = CONV2D.arguments(x, w)
     before, flag = torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.allow_tf32
     try:
-        found = []
+        results = []
         for precision in ("tf32", "ieee"):
             torch.backends.cudnn.conv.fp32_precision = precision
-            found.append((CONV2D.problem(*args).float32.conv, shared.float32_settings()))
-        assert [kind for kind, _ in found] == ["tf32", "ieee"]
-        assert found[0][1] != found[1][1]
+            results.append((CONV2D.problem(*args).float32.conv, shared.float32_settings()))
+        assert [kind for kind, _ in results] == ["tf32", "ieee"]
+        assert results[0][1] != results[1][1]
         assert CONV2D.problem(*args)._replace(float32=shared.Float32("", "")) == CONV2D.problem(
             *CONV2D.arguments(x, w)
         )._replace(float32=shared.Float32("", ""))
@@ -436,7 +439,7 @@ def test_vmap_and_meta():
 # Choices
 
 
-def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
+def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **arguments):
     device = Device.named(device) if isinstance(device, str) else device
     place = (
         "cpu" if device.type == "cpu" else "meta"
@@ -445,7 +448,7 @@ def on(device, op, shape, weight, dtype=torch.bfloat16, layout="last", **given):
     if layout == "last":
         x, w = (t.contiguous(memory_format=LAST[t.dim()]) for t in (x, w))
     return turnout.explain(
-        op, x, w, torch.empty(weight[0], dtype=dtype, device=place), **given, device=device
+        op, x, w, torch.empty(weight[0], dtype=dtype, device=place), **arguments, device=device
     ).chosen
 
 
@@ -455,7 +458,7 @@ def no_tables(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("no_tables")
-def test_choices_on_a_card_that_is_not_here():
+def test_choices_for_an_absent_card():
     assert on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), padding=1) == "implicit-gemm-hopper"
     assert (
         on("h200", "conv3d", (1, 96, 4, 480, 832), (96, 96, 3, 3, 3), layout="first", padding=1)
@@ -589,7 +592,7 @@ def test_one_dnn_without_avx512():
     ("op", "seed"),
     [(CONV3D, 49034), (OPS["causal_conv3d"], 75960), (CONV2D, 32974), (CONV2D, 72632), (CONV2D, 14548)],
 )
-def test_groups_and_axes_of_one(op, seed):
+def test_groups_and_axes_of_size_one(op, seed):
     """Random calls that once came out wrong, or in strides that are not torch's.
 
     Half a million others on a CPU did not.
@@ -605,23 +608,23 @@ def test_groups_and_axes_of_one(op, seed):
             torch.set_num_threads(before)
 
 
-def test_outputs_that_see_nothing_are_left_to_torch():
+def test_outputs_that_read_only_padding_are_left_to_torch():
     """oneDNN writes beside its memory where a dilated kernel steps over the only frame."""
     x, weight = (
         torch.empty(1, 8, 1, 7, 1, dtype=torch.bfloat16),
         torch.empty(5, 8, 2, 1, 1, dtype=torch.bfloat16),
     )
-    found = turnout.explain("conv3d", x, weight, stride=(3, 1, 1), padding=(1, 0, 0), dilation=(2, 1, 1))
-    assert found.chosen == "reference"
-    assert any("see some input" in why for why in found.refused["channels-last"])
+    verdict = turnout.explain("conv3d", x, weight, stride=(3, 1, 1), padding=(1, 0, 0), dilation=(2, 1, 1))
+    assert verdict.chosen == "reference"
+    assert any("see some input" in why for why in verdict.refused["channels-last"])
 
 
-def test_an_axis_of_one_may_have_any_stride():
+def test_axes_of_size_one_may_have_any_stride():
     """Half types through float32 in groups: torch 2.13 reads such a float32 weight wrong."""
     torch.manual_seed(0)
     x = torch.randint(-2, 3, (3, 6, 3, 3)).bfloat16()
     weight = torch.randint(-2, 3, (10, 1, 3, 3)).bfloat16().permute(0, 3, 1, 2)
     odd = weight.as_strided(weight.shape, (9, 1, 1, 3))
     expected = F.conv2d(x.double(), weight.double().contiguous(), padding=(0, 1), groups=2)
-    found = OPS["conv2d"].routes["upcast"].run(x, odd, None, [1, 1], [0, 1], [1, 1], 2, None)
-    assert torch.equal(found.double(), expected)
+    actual = OPS["conv2d"].routes["upcast"].run(x, odd, None, [1, 1], [0, 1], [1, 1], 2, None)
+    assert torch.equal(actual.double(), expected)

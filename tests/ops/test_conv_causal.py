@@ -29,21 +29,22 @@ def integers(*shape):
     return torch.randint(-3, 4, shape).float()
 
 
-def by_hand(x, weight, bias=None, cache=None, dilation=1, mode="zeros", **given):
+def by_hand(x, weight, bias=None, cache=None, dilation=1, mode="zeros", **arguments):
     """One frame at a time: the frames before it are looked up, never padded."""
     before = (weight.shape[2] - 1) * dilation
     frames = ([] if cache is None else list(cache.unbind(2))) + list(x.unbind(2))
     start = len(frames) - x.shape[2]
     first = frames[0] if mode == "replicate" else torch.zeros_like(frames[0])
     window = [first if i < 0 else frames[i] for i in range(start - before, len(frames))]
-    given = {"padding": 0, "groups": 1, **given}
-    found = [
+    arguments = {"padding": 0, "groups": 1, **arguments}
+    result = [
         sum(
-            F.conv2d(window[o + k * dilation], weight[:, :, k], None, **given) for k in range(weight.shape[2])
+            F.conv2d(window[o + k * dilation], weight[:, :, k], None, **arguments)
+            for k in range(weight.shape[2])
         )
         for o in range(x.shape[2])
     ]
-    y = torch.stack(found, 2)
+    y = torch.stack(result, 2)
     return y if bias is None else y + bias.view(-1, 1, 1, 1)
 
 
@@ -51,7 +52,7 @@ def by_hand(x, weight, bias=None, cache=None, dilation=1, mode="zeros", **given)
 @pinned
 @pytest.mark.parametrize("depth", [2, 3, 5])
 @pytest.mark.parametrize("dilation", [1, 2])
-def test_against_frames_looked_up_one_by_one(mode, name, depth, dilation):
+def test_equals_a_loop_over_frames(mode, name, depth, dilation):
     before = (depth - 1) * dilation
     x, weight, bias = integers(2, 4, 3, 5, 6), integers(6, 2, depth, 3, 3), integers(6)
     for held in (None, 0, 1, before - 1, before, before + 2):
@@ -72,9 +73,9 @@ def test_any_split_into_chunks_gives_the_whole_clip(mode, name, layout):
         clip, weight, bias = integers(1, 2, 9, 5, 4), integers(5, 2, depth, 3, 3), integers(5)
         if layout == "last":
             clip, weight = (t.contiguous(memory_format=torch.channels_last_3d) for t in (clip, weight))
-        given = {"padding": 1, "dilation": (dilation, 1, 1), "pad_mode": mode}
+        arguments = {"padding": 1, "dilation": (dilation, 1, 1), "pad_mode": mode}
         with turnout.pin(causal_conv3d=name):
-            whole = causal_conv3d(clip, weight, bias, **given)
+            whole = causal_conv3d(clip, weight, bias, **arguments)
             for sizes in (
                 [1] * 9,
                 [9],
@@ -85,7 +86,7 @@ def test_any_split_into_chunks_gives_the_whole_clip(mode, name, layout):
                 cache, parts, at = None, [], 0
                 while at < 9:
                     chunk = clip[:, :, at : at + sizes[len(parts)]]
-                    y, cache = causal_conv3d(chunk, weight, bias, cache=cache, return_cache=True, **given)
+                    y, cache = causal_conv3d(chunk, weight, bias, cache=cache, return_cache=True, **arguments)
                     parts.append(y)
                     at += chunk.shape[2]
                 assert torch.equal(torch.cat(parts, 2), whole), sizes
@@ -105,7 +106,7 @@ def test_chunks_of_a_multiple_of_the_stride():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["first", "last"])
 @modes
-def test_every_route_keeps_its_promise(dtype, layout, mode):
+def test_every_route_is_within_its_numerics(dtype, layout, mode):
     def made(*shape):
         t = torch.randn(shape).to(dtype)
         return t.contiguous(memory_format=torch.channels_last_3d) if layout == "last" else t
@@ -134,7 +135,7 @@ def test_the_next_cache_is_a_view_where_it_can_be():
     assert after.shape[2] == 0
 
 
-def test_unbatched_and_mistakes():
+def test_unbatched_inputs_and_invalid_arguments():
     x, weight, cache = torch.randn(2, 4, 3, 3), torch.randn(2, 2, 3, 3, 3), torch.randn(2, 2, 3, 3)
     y, after = causal_conv3d(x, weight, cache=cache, padding=1, return_cache=True)
     torch.testing.assert_close(y, causal_conv3d(x[None], weight, cache=cache[None], padding=1)[0])
@@ -194,7 +195,7 @@ def test_second_gradients():
     assert torch.autograd.gradgradcheck(opaque, (x, weight, cache))
 
 
-def test_nan_in_the_cache_reaches_only_what_sees_it():
+def test_nan_in_the_cache_affects_only_outputs_that_read_it():
     x, weight = integers(1, 2, 4, 4, 4), integers(3, 2, 3, 3, 3) + 0.5
     cache = integers(1, 2, 2, 4, 4)
     cache[:, :, 1, 0, 0] = float("nan")

@@ -25,7 +25,7 @@ def integers(*shape, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_more_than_2_31_elements(name):
+def test_tensors_of_more_than_2_31_elements(name):
     """81 frames of 480x832 with 96 channels: 3.1e9 elements.
 
     The last frames lie beyond what 32 bits can count.
@@ -41,10 +41,10 @@ def test_more_than_2_31_elements(name):
         return
     with turnout.pin(conv3d=name):
         y = turnout.conv3d(x, weight, bias, padding=1)
-    for found, frames in ((y[:, :, :2], x[:, :, :3]), (y[:, :, -2:], x[:, :, -3:])):
+    for actual, frames in ((y[:, :, :2], x[:, :, :3]), (y[:, :, -2:], x[:, :, -3:])):
         expected = F.conv3d(frames, weight, bias, padding=1)
         assert torch.equal(
-            found, expected[:, :, :2] if frames.data_ptr() == x.data_ptr() else expected[:, :, -2:]
+            actual, expected[:, :, :2] if frames.data_ptr() == x.data_ptr() else expected[:, :, -2:]
         )
     assert torch.equal(y[:, :, 40], bias.view(1, -1, 1, 1).expand(1, out, 480, 832))
 
@@ -93,7 +93,7 @@ def test_upsampled_at_other_addresses():
             assert torch.equal(turnout.upsample_conv2d(x, weight, bias, padding=1), expected)
 
 
-def test_memory_is_no_more_than_torchs():
+def test_peak_memory_is_at_most_that_of_torch():
     x, weight, bias = integers(1, 96, 4, 240, 416), integers(96, 96, 3, 3, 3), integers(96, 1, 1)[:, 0, 0]
     theirs = peak_mib(lambda: F.conv3d(x, weight, bias, padding=1), ())
     name = "implicit-gemm-hopper" if Device.of(GPU).capability == (9, 0) else "implicit-gemm"

@@ -55,13 +55,13 @@ def test_windows():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_weights_are_added_up_before_they_are_rounded(dtype):
     weight = torch.randn(3, 5, 3, 3).to(dtype)
-    found = phase_weights(weight, [Axis.of(2, 3, 1)] * 2)
+    actual = phase_weights(weight, [Axis.of(2, 3, 1)] * 2)
     wide = weight.double()
     expected = wide[:, :, 1:, :2].sum(
         (2, 3)
     )  # phase (0, 1), second row, first column: rows 1 and 2, columns 0 and 1
-    assert torch.equal(found[0, 1, :, :, 1, 0], expected.to(dtype))
-    assert torch.equal(found[1, 0, :, :, 1, 0], weight[:, :, 2, 0])
+    assert torch.equal(actual[0, 1, :, :, 1, 0], expected.to(dtype))
+    assert torch.equal(actual[1, 0, :, :, 1, 0], weight[:, :, 2, 0])
 
 
 def test_torch_picks_the_pixel_that_whole_numbers_pick():
@@ -118,7 +118,7 @@ def test_second_gradients():
     )
 
 
-def test_choice_on_a_card_that_is_not_here():
+def test_choice_for_an_absent_card():
     x, weight = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta").contiguous(memory_format=torch.channels_last)
         for shape in ((1, 256, 512, 512), (256, 256, 3, 3))

@@ -55,8 +55,8 @@ def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
 def test_winograd_of_positive_numbers(shape, layout):
     """Sums without signs lose digits in another way: torch adds up to five times as exactly."""
     x, w, bias = made(shape, (32, shape[1], 3, 3, 3), layout=layout)
-    for given in ((x.abs(), w, bias), (x.abs(), w.abs(), bias.abs()), (x + 10, w, None)):
-        args = CONV3D.arguments(*given, padding=1)
+    for argument in ((x.abs(), w, bias), (x.abs(), w.abs(), bias.abs()), (x + 10, w, None)):
+        args = CONV3D.arguments(*argument, padding=1)
         assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None
 
 
@@ -81,7 +81,7 @@ def test_winograd_reads_any_strides():
         assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None, name
 
 
-def test_winograd_asks_for_its_own_types_and_places():
+def test_winograd_ignores_default_dtype_and_device():
     args = CONV2D.arguments(*made((1, 20, 9, 8), (24, 20, 3, 3)), padding=1)
     trial, before = Trial(CONV2D, args), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -95,7 +95,7 @@ def test_winograd_asks_for_its_own_types_and_places():
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 2e38])
-def test_winograd_keeps_what_is_not_finite_where_it_belongs(odd, dtype, layout):
+def test_winograd_spreads_nan_and_inf_no_further_than_the_kernel(odd, dtype, layout):
     """Also numbers that overflow only in a transform."""
     x, w, bias = made((2, 20, 3, 9, 11), (24, 20, 3, 3, 3), dtype, layout)
     x[1, 3, 1, 4, 4:6] = odd

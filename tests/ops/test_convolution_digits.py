@@ -49,7 +49,7 @@ def small_call(draw):
     )
 
 
-def test_small_calls_lose_no_more_digits_than_torchs():
+def test_small_calls_are_as_accurate_as_torch():
     """A few may by luck: the bound is a multiple of an error that is itself a matter of luck.
 
     None may by much.
@@ -83,11 +83,11 @@ def test_where_torchs_own_loop_adds_carefully(carefully):
 
     def refused(channels, *kernel):
         x, weight = torch.empty(1, channels, 5, 8, 9), torch.empty(16, channels, *kernel)
-        found = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel], device=cpu).refused
+        verdict = turnout.explain("conv3d", x, weight, padding=[k // 2 for k in kernel], device=cpu).refused
         return {
             name
             for name in ("one-dnn", "depth-taps")
-            if any("adds more carefully" in why for why in found.get(name, ()))
+            if any("adds more carefully" in why for why in verdict.get(name, ()))
         }
 
     assert refused(8, 3, 3, 3) == refused(32, 3, 1, 1) == set()

@@ -153,7 +153,7 @@ def test_narrow_out(name):
     assert call.run(launches.narrow_out_hopper, "cuda", tile._asdict())
 
 
-def test_tf32_is_rounded_not_cut_off():
+def test_tf32_inputs_are_rounded_not_truncated():
     """The error of both operands rounded to the nearest TF32; with bits cut off it is 2.6 times that."""
     torch.manual_seed(0)
     x = torch.randn(1, 2, 20, 40, 96, device="cuda").permute(0, 4, 1, 2, 3)
@@ -170,7 +170,7 @@ def test_tf32_is_rounded_not_cut_off():
 @pytest.mark.parametrize(
     "shape", [(2, 96, 3, 40, 33), (1, 512, 129, 65), (3, 3, 1, 1, 200), (1, 130, 4, 8, 8)]
 )
-def test_moved(shape, dtype):
+def test_moved_changes_the_memory_format_and_keeps_values(shape, dtype):
     x = torch.randn(shape, device="cuda").to(dtype)
     last = moved(x, LAST[x.dim()])
     assert last.is_contiguous(memory_format=LAST[x.dim()])

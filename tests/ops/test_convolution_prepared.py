@@ -61,7 +61,7 @@ def routed(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_launches_the_same(name, launches):
+def test_prepared_calls_launch_the_same_kernels(name, launches):
     route, args, config = routed(name)
     prepared = route.prepared(args, config)
     assert prepared.is_direct
@@ -73,7 +73,7 @@ def test_launches_the_same(name, launches):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_address_that_tma_cannot_take(name, launches):
+def test_unaligned_input_is_launched_without_tma(name, launches):
     route, args, config = routed(name)
     prepared = route.prepared(args, config)
     odd = clip(*args[0].shape, spare=1)
@@ -100,7 +100,7 @@ def test_a_cache_without_frames_is_none(launches):
     assert without_addresses(launches[0]) == without_addresses(launches[1])
 
 
-def test_what_has_to_be_moved_is_not_direct(launches):
+def test_copied_arguments_are_not_launched_directly(launches):
     route, (x, *rest), config = routed("conv2d")
     assert not route.prepared((x.contiguous(), *rest), config).is_direct
     route, (x, weight, bias, _, *rest), config = routed("causal")

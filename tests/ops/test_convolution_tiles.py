@@ -46,9 +46,9 @@ TASKS = [
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_tiles_fit(task):
-    found = tiles.best(task, H200.shared, H200.units, 2.0)
-    assert found
-    for tile in found:
+    result = tiles.best(task, H200.shared, H200.units, 2.0)
+    assert result
+    for tile in result:
         assert tile.boxes * tile.rows * tile.columns == tiles.PIXELS
         assert 1 <= len(tiles.split(tile.filters)) <= 2
         assert tile.slots * tile.filters // 2 <= tiles.REGISTERS
@@ -126,6 +126,6 @@ def test_narrow_tiles_fit():
         task(4, 60, 60, 256, 12),
         task(1, 9, 9, 8, 1, (1, 1, 1)),
     ):
-        found = tiles.narrow(case, H200.shared, H200.units)
-        assert found
-        assert all(tile.stages >= 1 and tile.slots >= 1 for tile in found)
+        result = tiles.narrow(case, H200.shared, H200.units)
+        assert result
+        assert all(tile.stages >= 1 and tile.slots >= 1 for tile in result)

@@ -62,7 +62,7 @@ def cuts(size, parts):
 @halves
 @pytest.mark.parametrize("axis", [-2, -1], ids=["height", "width"])
 @pytest.mark.parametrize("shape", [(2, 12, 37, 133), (1, 10, 3, 70, 45)], ids=["picture", "clip"])
-def test_the_bits_of_parts_are_those_of_the_whole(layout, dtype, axis, shape):
+def test_parts_have_the_bits_of_the_whole(layout, dtype, axis, shape):
     whole, groups = (3 + torch.randn(shape)).to(dtype), shape[1] // 2
     weight, bias = torch.randn(shape[1]).to(dtype), torch.randn(shape[1]).to(dtype)
     args = (LAYOUTS[layout](whole), groups, weight, bias, 1e-6, True)
@@ -81,33 +81,33 @@ def test_the_bits_of_parts_are_those_of_the_whole(layout, dtype, axis, shape):
             [block_sums(x, groups, place) for x, place in zip(pieces, where, strict=True)],
             1 if axis == -2 else 2,
         )
-        found = moments_of(sums, whole[0].numel() // groups, 1e-6)
-        y = torch.cat([normalise(x, found, weight, bias) for x in pieces], axis)
+        actual = moments_of(sums, whole[0].numel() // groups, 1e-6)
+        y = torch.cat([normalise(x, actual, weight, bias) for x in pieces], axis)
         assert torch.equal(y, expected), parts
 
 
 @halves
-def test_the_bits_do_not_depend_on_the_layout(dtype):
+def test_bits_are_equal_in_every_layout(dtype):
     x = torch.randn(2, 15, 2, 66, 35).to(dtype)
-    made = [make(x) for make in LAYOUTS.values()]
-    sums = [block_sums(y, 3) for y in made]
+    created = [make(x) for make in LAYOUTS.values()]
+    sums = [block_sums(y, 3) for y in created]
     assert all(torch.equal(sums[0], other) for other in sums)
-    found = [normalise(y, moments_of(sums[0], x[0].numel() // 3, 1e-5), None, None) for y in made]
-    assert all(torch.equal(found[0], other) for other in found)
+    actual = [normalise(y, moments_of(sums[0], x[0].numel() // 3, 1e-5), None, None) for y in created]
+    assert all(torch.equal(actual[0], other) for other in actual)
 
 
-def test_the_bits_do_not_depend_on_the_number_of_threads():
+def test_bits_are_equal_for_any_number_of_threads():
     x, before = last(torch.randn(1, 32, 70, 65)), torch.get_num_threads()
     try:
-        found = []
+        results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with turnout.pin(group_norm_silu=NAME):
-                found.append(turnout.group_norm_silu(x, 8))
+                results.append(turnout.group_norm_silu(x, 8))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 @halves
@@ -119,14 +119,14 @@ def test_all_dimensions(dtype):
         )
 
 
-def test_far_from_zero_the_variance_stays():
+def test_large_mean_keeps_variance_accurate():
     x = 1000 + torch.randn(1, 8, 40, 40)
     y = GROUP_NORM_SILU.routes[NAME].run(x, 2, None, None, 1e-6, False)
     torch.testing.assert_close(y.double(), F.group_norm(x.double(), 2, eps=1e-6), rtol=0, atol=1e-6)
 
 
 @layouts
-def test_nan_and_infinity_stay_in_their_group(layout):
+def test_nan_and_inf_affect_only_their_group(layout):
     x = LAYOUTS[layout](torch.randn(2, 6, 5, 40))
     args = (x, 3, torch.randn(6), torch.randn(6), 1e-5, True)
     assert lets_pass(GROUP_NORM_SILU, GROUP_NORM_SILU.routes[NAME].run, args) is None
@@ -172,11 +172,11 @@ def test_scale_and_shift_of_blocks_in_parts(layout, dtype):
     args = (x, 4, weight, bias, last(scale), shift, 1e-6, True, True)
     run = SPATIAL_NORM_SILU.routes[NAME].run
     assert Trial(SPATIAL_NORM_SILU, args).complaint("close", run) is None
-    found, parts = moments(x, 4, 1e-6), []
+    actual, parts = moments(x, 4, 1e-6), []
     for first, end in ((0, 2), (2, 9)):
         own = (last(scale[..., first:end]), last(shift[..., first:end]))
         parts.append(
-            normalise_scaled(x[..., 8 * first : 8 * end], found, weight, bias, *own, first_apart=True)
+            normalise_scaled(x[..., 8 * first : 8 * end], actual, weight, bias, *own, first_apart=True)
         )
     assert torch.equal(torch.cat(parts, -1), run(*args))
 
@@ -202,7 +202,7 @@ def test_parts_between_blocks_are_refused(where, message):
         block_sums(torch.zeros(1, 4, 32, 8), 2, where)
 
 
-def test_large_pictures_take_the_route_and_small_ones_do_not():
+def test_block_sums_are_chosen_for_large_images_only():
     large, small = torch.empty(1, 128, 256, 256, device="meta"), torch.empty(1, 128, 16, 16, device="meta")
     assert turnout.explain(turnout.group_norm_silu, large, 32, device="cpu").chosen == NAME
     assert turnout.explain(turnout.group_norm_silu, small, 32, device="cpu").chosen == "reference"

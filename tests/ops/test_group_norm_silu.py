@@ -30,9 +30,9 @@ def _seeded():
 def test_is_torchs_group_norm_in_the_format_of_x(kind, dtype):
     x = torch.randn(2, 12, 5, 7).to(dtype).contiguous(memory_format=FORMATS[kind])
     weight, bias = torch.randn(12).to(dtype), torch.randn(12).to(dtype)
-    found = turnout.group_norm_silu(x, 4, weight, bias, eps=1e-6)
-    assert torch.equal(found, F.silu(F.group_norm(x, 4, weight, bias, 1e-6)))
-    assert found.stride() == x.stride()
+    actual = turnout.group_norm_silu(x, 4, weight, bias, eps=1e-6)
+    assert torch.equal(actual, F.silu(F.group_norm(x, 4, weight, bias, 1e-6)))
+    assert actual.stride() == x.stride()
     plain = turnout.group_norm_silu(x, 4, weight.float(), bias.float(), eps=1e-6, silu=False)
     assert plain.dtype is dtype
 
@@ -94,8 +94,8 @@ def test_blocks_and_parts():
 
 def test_axes_fold_where_neither_tensor_has_gaps():
     def sizes(x, out, padding=()):
-        found = axes(x.shape, x.stride(), out.stride(), padding)
-        return None if found is None else [axis.size for axis in found]
+        result = axes(x.shape, x.stride(), out.stride(), padding)
+        return None if result is None else [axis.size for axis in result]
 
     x = torch.randn(2, 3, 5, 6, 4).movedim(-1, 1)
     assert sizes(x, x) == [1, 1, 90]
@@ -171,9 +171,9 @@ def test_into_the_inside_of_a_border():
     frames = torch.empty(1, 128, 33, 544, 960, dtype=torch.bfloat16, device="meta")
     frames = frames.contiguous(memory_format=torch.channels_last_3d)
     weights = torch.empty(128, dtype=torch.bfloat16, device="meta")
-    for given in (frames, inside_border(frames)):
+    for argument in (frames, inside_border(frames)):
         verdict = turnout.explain(
-            turnout.group_norm_silu, given, 32, weights, weights, out=inside_border(frames), device="h200"
+            turnout.group_norm_silu, argument, 32, weights, weights, out=inside_border(frames), device="h200"
         )
         assert verdict.chosen == "gapped-rows"
     assert (
@@ -220,8 +220,8 @@ def test_a_call_with_out_under_fullgraph():
         return buffer * 2
 
     buffers = [torch.zeros(1, 8, 4, 3, 4) for _ in range(2)]
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(x, buffers[0])
-    torch.testing.assert_close(found, step(x, buffers[1]))
+    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(x, buffers[0])
+    torch.testing.assert_close(actual, step(x, buffers[1]))
 
 
 @pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
@@ -254,9 +254,9 @@ def test_hunyuans_border_is_written_by_the_route():
     """
     x = torch.empty(1, 128, 33, 544, 960, dtype=torch.bfloat16, device="meta")
     x = x.contiguous(memory_format=torch.channels_last_3d)
-    for given in (x, inside_border(x)):
+    for argument in (x, inside_border(x)):
         verdict = turnout.explain(
-            turnout.group_norm_silu_pad, given, 32, padding=(1, 1, 1, 1, 2, 0), device="h200"
+            turnout.group_norm_silu_pad, argument, 32, padding=(1, 1, 1, 1, 2, 0), device="h200"
         )
         assert verdict.chosen == "gapped-rows"
     first = turnout.explain(
@@ -307,6 +307,6 @@ X = torch.zeros(2, 4, 5)
         (lambda: turnout.group_norm_silu_pad(X, 2, padding=(5, 1), mode="reflect"), "smaller than its size"),
     ],
 )
-def test_what_does_not_fit_together_raises(call, message):
+def test_mismatched_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -37,7 +37,7 @@ def test_groups_of_every_kind(route, dtype):
 
 @formats
 @pytest.mark.parametrize("mean", [0.0, 1e3, -1e5])
-def test_a_mean_far_from_zero(route, mean):
+def test_large_mean_keeps_variance_accurate(route, mean):
     """In float32, with a region that is not like the rest: a black border, an outlier first."""
     x = mean + torch.randn(1, 64, 200, 160, device=CUDA)
     x[:, :, :7] = 0
@@ -48,13 +48,13 @@ def test_a_mean_far_from_zero(route, mean):
 
 
 @formats
-def test_more_than_2_31_elements(route):
+def test_tensors_of_more_than_2_31_elements(route):
     x = torch.zeros(1, 128, 4100, 4100, device=CUDA, dtype=torch.bfloat16).contiguous(
         memory_format=FORMATS[route]
     )
     x[..., -1:, :] = 4
     with turnout.pin(group_norm_silu=route):
-        found = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False)
+        actual = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False)
     share = 1 / 4100
     low, high = (
         -(4 * share) / (16 * share * (1 - share)) ** 0.5,
@@ -62,7 +62,7 @@ def test_more_than_2_31_elements(route):
     )
     for place, value in (((0, 0), low), ((-2, -1), low), ((-1, -1), high), ((-1, 0), high)):
         torch.testing.assert_close(
-            found[0, :, place[0], place[1]].float(),
+            actual[0, :, place[0], place[1]].float(),
             torch.full((128,), value, device=CUDA),
             rtol=1e-2,
             atol=1e-3,
@@ -101,14 +101,14 @@ def test_more_than_2_31_elements_with_gaps(name):
     )
     with turnout.pin(**{name: "gapped-rows"}):
         if name == "group_norm_silu_into":
-            found = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False, out=inside_border(x))
+            actual = turnout.group_norm_silu(x, 32, eps=1e-6, silu=False, out=inside_border(x))
         elif name == "group_norm_silu_pad":
-            found = turnout.group_norm_silu_pad(x, 32, padding=(1, 1, 1, 1, 2, 0), eps=1e-6, silu=False)
+            actual = turnout.group_norm_silu_pad(x, 32, padding=(1, 1, 1, 1, 2, 0), eps=1e-6, silu=False)
         else:
             ones = torch.ones(1, 128, 2, 10, 10, device=CUDA, dtype=torch.bfloat16)
-            found = turnout.spatial_norm_silu(
+            actual = turnout.spatial_norm_silu(
                 x, 32, None, None, ones, 0 * ones, eps=1e-6, silu=False, first_apart=True
             )
     for place, value in (((0, 0, 0), low), ((-2, -1, -1), low), ((-1, 0, 0), high), ((-1, -1, -1), high)):
-        there = found[0, :, place[0], place[1], place[2]].float()
+        there = actual[0, :, place[0], place[1], place[2]].float()
         torch.testing.assert_close(there, torch.full((128,), value, device=CUDA), rtol=1e-2, atol=1e-3)

@@ -49,7 +49,7 @@ def _diffusers(module):
 
 
 @halves
-def test_gated_as_flux_does_it(dtype):
+def test_gated_add_equals_flux(dtype):
     (x, residual), (shift, scale, gate) = streams(dtype), modulations(dtype)
     h = residual + gate * x
     expected = F.layer_norm(h, (C,), None, None, 1e-6) * (1 + scale) + shift
@@ -61,7 +61,7 @@ def test_gated_as_flux_does_it(dtype):
 
 @pytest.mark.parametrize("tokens", [1, S])
 @halves
-def test_gated_as_wan_does_it(dtype, tokens):
+def test_gated_add_equals_wan(dtype, tokens):
     """Modulations in float32, the norm's own weights, one rounding at the end of each step."""
     (x, residual), (shift, scale, gate) = streams(dtype), modulations(torch.float32, tokens)
     weight, bias = torch.randn(2, C)
@@ -73,7 +73,7 @@ def test_gated_as_wan_does_it(dtype, tokens):
     assert torch.equal(turnout.layer_norm_modulate(x, scale, shift), expected)
 
 
-def test_every_part_may_be_left_out():
+def test_scale_shift_and_gate_are_optional():
     (x, residual), (shift, scale, _) = streams(torch.float32), modulations(torch.float32)
     plain = F.layer_norm(x, (C,), None, None, 1e-6)
     torch.testing.assert_close(turnout.layer_norm_modulate(x), plain)
@@ -87,9 +87,9 @@ def test_every_part_may_be_left_out():
 def test_results_are_dense_and_new():
     x = torch.randn(C, S, B).permute(2, 1, 0)
     normed, kept = turnout.layer_norm_modulate(x, residual=x)
-    for found in (normed, kept, turnout.layer_norm_modulate(x), turnout.gated_add(x, None, x)):
-        assert found.is_contiguous()
-        assert found.data_ptr() != x.data_ptr()
+    for result in (normed, kept, turnout.layer_norm_modulate(x), turnout.gated_add(x, None, x)):
+        assert result.is_contiguous()
+        assert result.data_ptr() != x.data_ptr()
 
 
 def test_gradients_are_those_of_the_reference():
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_the_reference():
     gate, scale, shift = (torch.randn(1, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *given: LAYER_NORM_MODULATE.opaque(*given[:4], None, *given[4:], 1e-6),
+        lambda *args: LAYER_NORM_MODULATE.opaque(*args[:4], None, *args[4:], 1e-6),
         (x, residual, gate, weight, scale, shift),
     )
     assert torch.autograd.gradcheck(GATED_ADD.opaque, (x, residual, gate))
@@ -120,8 +120,8 @@ def test_fullgraph_with_dynamic_tokens():
 def test_autocast_is_left_to_torch():
     x, scale = torch.randn(B, S, C).bfloat16(), torch.randn(B, C).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
-        found = turnout.layer_norm_modulate(x, scale)
-    torch.testing.assert_close(found, turnout.layer_norm_modulate(x, scale), rtol=2e-2, atol=2e-2)
+        actual = turnout.layer_norm_modulate(x, scale)
+    torch.testing.assert_close(actual, turnout.layer_norm_modulate(x, scale), rtol=2e-2, atol=2e-2)
 
 
 X = torch.zeros(B, S, C)
@@ -142,6 +142,6 @@ X = torch.zeros(B, S, C)
         (lambda: turnout.gated_add(X[:, :2], None, X), "residual is"),
     ],
 )
-def test_what_does_not_fit_together_raises(call, message):
+def test_mismatched_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
         call()

@@ -34,7 +34,7 @@ def test_row_sizes(dtype, channels, wide):
         for config in ROWS.configs(LAYER_NORM_MODULATE.problem(*args), Device.of(CUDA)):
             assert (
                 Trial(LAYER_NORM_MODULATE, args).complaint(
-                    "close", lambda *given, c=config: ROWS.run(*given, **c)
+                    "close", lambda *arguments, c=config: ROWS.run(*arguments, **c)
                 )
                 is None
             )
@@ -60,7 +60,7 @@ def test_unaligned_rows():
         )
 
 
-def test_more_than_2_31_elements():
+def test_tensors_of_more_than_2_31_elements():
     tokens = 2**31 // 4096 + 3
     x, gate = (
         torch.randn(1, tokens, 4096, device=CUDA, dtype=torch.bfloat16),
@@ -93,10 +93,10 @@ def test_gelu_is_in_the_epilogue_and_in_its_tanh_form():
         true = torch.nn.functional.gelu(layer.double()(x.double()), approximate="tanh")
         layer.bfloat16()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            found = linear_gelu(layer, x)
+            result = linear_gelu(layer, x)
             torch.cuda.synchronize()
         stock = torch.nn.functional.gelu(layer(x), approximate="tanh")
-    assert (found - true).norm() <= 1.1 * (stock - true).norm()
+    assert (result - true).norm() <= 1.1 * (stock - true).norm()
     assert not any(
         "gelu" in event.name.lower() and "elementwise" in event.name.lower() for event in profile.events()
     )

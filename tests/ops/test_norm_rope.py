@@ -33,14 +33,14 @@ def projection(dtype, tokens=S, heads=H, dim=D):
     return torch.randn(B, tokens, 3 * heads, dim, dtype=dtype).chunk(3, 2)
 
 
-def same(found, expected, route):
+def same(actual, expected, route):
     """Bit for bit where the reference is asked for: its roundings are those of the models."""
-    assert found.dtype == expected.dtype
+    assert actual.dtype == expected.dtype
     if route == "reference":
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
     else:
-        bound = 2e-6 if found.dtype is torch.float32 else 2e-3  # a last bit here and there
-        assert torch.linalg.vector_norm((found - expected).double()) <= bound * torch.linalg.vector_norm(
+        bound = 2e-6 if actual.dtype is torch.float32 else 2e-3  # a last bit here and there
+        assert torch.linalg.vector_norm((actual - expected).double()) <= bound * torch.linalg.vector_norm(
             expected.double()
         )
 
@@ -65,10 +65,10 @@ def test_flux(route, dtype):
         joined = torch.cat([norm_text(text), norm_picture(picture)], 1)
         expected = embeddings.apply_rotary_emb(joined, (cos, sin), sequence_dim=1).transpose(1, 2)
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope(
+            actual = turnout.norm_rope(
                 (text, picture), cos, sin, weight=(norm_text.weight, norm_picture.weight)
             )
-    same(found, expected, route)
+    same(actual, expected, route)
 
 
 @pinned
@@ -95,7 +95,7 @@ def test_wan(route, dtype):
         attention(hidden, rotary_emb=(cos, sin))
         q, k = (projected(hidden).unflatten(2, (H, D)) for projected in (attention.to_q, attention.to_k))
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope_qk(
+            result = turnout.norm_rope_qk(
                 q,
                 k,
                 cos,
@@ -105,8 +105,8 @@ def test_wan(route, dtype):
                 across_heads=True,
                 out_layout="bshd",
             )
-    same(found[0], seen["q"], route)
-    same(found[1], seen["k"], route)
+    same(result[0], seen["q"], route)
+    same(result[1], seen["k"], route)
 
 
 @pinned
@@ -122,8 +122,8 @@ def test_qwen_image(route, dtype):
         norm.weight.normal_()
         expected = qwen.apply_rotary_emb_qwen(norm(x), freqs, use_real=False).transpose(1, 2)
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope(x, freqs, weight=norm.weight, round_before_weight=True)
-    same(found, expected, route)
+            actual = turnout.norm_rope(x, freqs, weight=norm.weight, round_before_weight=True)
+    same(actual, expected, route)
 
 
 @pinned
@@ -157,8 +157,10 @@ def test_ltx2(route, dtype):
         .transpose(1, 2)
     )
     with turnout.pin(norm_rope=route):
-        found = turnout.norm_rope(x, turns.cos().transpose(1, 2), turns.sin().transpose(1, 2), pairing="half")
-    same(found, expected, "close")
+        actual = turnout.norm_rope(
+            x, turns.cos().transpose(1, 2), turns.sin().transpose(1, 2), pairing="half"
+        )
+    same(actual, expected, "close")
 
 
 @pinned
@@ -174,10 +176,10 @@ def test_cosmos(route, dtype):
         norm.weight.normal_()
         expected = embeddings.apply_rotary_emb(norm(x.transpose(1, 2)), (cos, sin), use_real_unbind_dim=-2)
         with turnout.pin(norm_rope=route):
-            found = turnout.norm_rope(
+            actual = turnout.norm_rope(
                 x, cos, sin, weight=norm.weight, pairing="half", round_before_weight=True
             )
-    same(found, expected, route)
+    same(actual, expected, route)
 
 
 # What else it promises
@@ -185,9 +187,9 @@ def test_cosmos(route, dtype):
 
 def test_v_is_only_permuted_and_joined():
     text, picture = projection(torch.bfloat16, 3)[2], projection(torch.bfloat16)[2]
-    found = turnout.norm_rope((text, picture))
-    assert torch.equal(found, torch.cat([text, picture], 1).transpose(1, 2))
-    assert found.is_contiguous()
+    actual = turnout.norm_rope((text, picture))
+    assert torch.equal(actual, torch.cat([text, picture], 1).transpose(1, 2))
+    assert actual.is_contiguous()
     same = turnout.norm_rope(picture.contiguous(), out_layout="bshd")
     assert torch.equal(same, picture)
     assert same.data_ptr() != picture.data_ptr()  # never the input itself
@@ -234,24 +236,24 @@ def test_gradients_are_those_of_the_reference(kind):
     size = 2 * 4 if kind == "all" else 4
     turns = torch.randn(3, 2, dtype=torch.float64)
     rest = (turns.cos(), turns.sin(), 1e-6, kind, 4, "interleaved", "bhsd", False)
-    given = [torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    passed = [torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     weights = [torch.randn(size, dtype=torch.float64, requires_grad=True) for _ in range(2)]
 
     def run(q, k, q_weight, k_weight):
         return NORM_ROPE.opaque(q, None, k, None, q_weight, None, k_weight, None, *rest)
 
-    assert torch.autograd.gradcheck(run, (*given, *weights))
+    assert torch.autograd.gradcheck(run, (*passed, *weights))
     q, turns = torch.randn(2, 5, 4, 8), torch.randn(5, 4)
     weight, grad = torch.randn(32 if kind == "all" else 8), torch.randn(2, 4, 5, 8)
-    found = []
+    results = []
     for route in ROUTES:
         x, w = q.clone().requires_grad_(), weight.clone().requires_grad_()
         with turnout.pin(norm_rope=route):
             turnout.norm_rope(x, turns.cos(), turns.sin(), weight=w, across_heads=kind == "all").backward(
                 grad
             )
-        found.append((x.grad, w.grad))
-    torch.testing.assert_close(*found)
+        results.append((x.grad, w.grad))
+    torch.testing.assert_close(*results)
 
 
 @halves
@@ -282,7 +284,7 @@ def test_the_cpu_route_is_close_on_real_layouts(dtype):
         assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["cpu-rows"].run) is None
 
 
-def test_the_model_takes_a_route_where_it_pays():
+def test_cost_model_chooses_a_route_where_it_is_faster():
     q, turns = torch.randn(1, 256, 24, 128), torch.randn(256, 64)
     weight = torch.ones(128)
     verdict = turnout.explain("norm_rope", q, turns.cos(), turns.sin(), weight=weight)
@@ -342,12 +344,12 @@ TABLE = torch.zeros(5, 8)
         (lambda: turnout.norm_rope(X, out_layout="sbhd"), "out_layout 'sbhd'"),
     ],
 )
-def test_what_does_not_fit_together_raises(call, message):
+def test_mismatched_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message.replace("[", r"\[").replace("(", r"\(")):
         call()
 
 
-def test_inputs_stay_as_they_are():
+def test_inputs_are_unchanged():
     q, k, _ = projection(torch.bfloat16)
     before = copy(q), copy(k)
     turns = torch.randn(S, D // 2)

@@ -49,8 +49,8 @@ def test_half_types_are_the_reference_bit_for_bit_nearly_always():
     args = arguments(
         q, None, *tables(1024, 128), q_weight=torch.randn(128, device=CUDA, dtype=torch.bfloat16)
     )
-    found, expected = NORM_ROPE.routes["one-pass"].run(*args)[0], NORM_ROPE.reference(*args)[0]
-    assert (found != expected).float().mean() < 1e-4
+    actual, expected = NORM_ROPE.routes["one-pass"].run(*args)[0], NORM_ROPE.reference(*args)[0]
+    assert (actual != expected).float().mean() < 1e-4
 
 
 def test_unaligned_and_odd_strides():
@@ -65,18 +65,18 @@ def test_unaligned_and_odd_strides():
         assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["one-pass"].run) is None
 
 
-def test_more_than_2_31_elements():
+def test_tensors_of_more_than_2_31_elements():
     tokens = 2**31 // (8 * 128) + 3
     q = torch.randn(1, tokens, 8, 128, device=CUDA, dtype=torch.bfloat16)
     with turnout.pin(norm_rope="rotate"):
-        found = turnout.norm_rope(q)
+        actual = turnout.norm_rope(q)
     for head in (0, 7):
-        assert torch.equal(found[0, head, -5:], q[0, -5:, head])
+        assert torch.equal(actual[0, head, -5:], q[0, -5:, head])
     weight = torch.ones(128, device=CUDA, dtype=torch.bfloat16)
     with turnout.pin(norm_rope="one-pass"):
-        found = turnout.norm_rope(q, weight=weight)
+        actual = turnout.norm_rope(q, weight=weight)
     torch.testing.assert_close(
-        found[0, :, -5:], turnout.norm_rope(q[:, -5:].cpu(), weight=weight.cpu())[0].to(CUDA)
+        actual[0, :, -5:], turnout.norm_rope(q[:, -5:].cpu(), weight=weight.cpu())[0].to(CUDA)
     )
 
 
@@ -98,5 +98,5 @@ def test_under_torch_compile_the_op_stays_and_is_right():
     def chain(q, k):
         return turnout.norm_rope_qk(q * 2, k, cos, sin, q_weight=weight, k_weight=weight)
 
-    for found, expected in zip(torch.compile(chain, fullgraph=True)(q, k), chain(q, k), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(torch.compile(chain, fullgraph=True)(q, k), chain(q, k), strict=True):
+        assert torch.equal(actual, expected)

@@ -32,7 +32,7 @@ def clip(route, shape=(2, 24, 3, 5, 7), dtype=torch.float32):
 
 @formats
 @halves
-def test_wan_norm_of_diffusers(route, dtype):
+def test_equals_wan_norm_of_diffusers(route, dtype):
     pytest.importorskip("diffusers")
     wan = importlib.import_module("diffusers.models.autoencoders.autoencoder_kl_wan")
     x, norm = clip(route, dtype=dtype), wan.WanRMS_norm(24, images=False).to(dtype)
@@ -57,7 +57,7 @@ def test_wan_norm_of_diffusers(route, dtype):
 
 
 @formats
-def test_ltx_norm_of_diffusers(route):
+def test_equals_ltx_norm_of_diffusers(route):
     pytest.importorskip("diffusers")
     normalization = importlib.import_module("diffusers.models.normalization")
     x, norm = clip(route), normalization.RMSNorm(24, eps=1e-8, elementwise_affine=False)
@@ -66,7 +66,7 @@ def test_ltx_norm_of_diffusers(route):
 
 
 @halves
-def test_last_dimension_is_torchs_rms_norm(dtype):
+def test_last_dimension_equals_torch_rms_norm(dtype):
     x, weight = torch.randn(3, 5, 40).to(dtype), torch.randn(40).to(dtype)
     with turnout.pin(rms_norm_silu="reference"):
         assert torch.equal(
@@ -97,7 +97,7 @@ def test_cpu_routes_are_close_in_every_shape(route, dtype, style):
 
 
 @formats
-def test_written_behind_a_cache(route):
+def test_out_may_be_frames_behind_a_cache(route):
     """Only the frames that are x's change, and the layer after it sees one tensor."""
     x, weight = clip(route), torch.randn(24)
     out = behind_cache(x)
@@ -105,14 +105,14 @@ def test_written_behind_a_cache(route):
     buffer.fill_(7)
     before = buffer.clone()
     with turnout.pin(rms_norm_silu_into=route):
-        given = turnout.rms_norm_silu(x, weight, eps=1e-6, out=out)
-    assert given is out
+        arguments = turnout.rms_norm_silu(x, weight, eps=1e-6, out=out)
+    assert arguments is out
     torch.testing.assert_close(out, turnout.rms_norm_silu(x, weight, eps=1e-6))
     out.fill_(7)
     assert torch.equal(buffer, before)
 
 
-def test_into_a_padded_frame():
+def test_out_may_be_the_inside_of_a_padded_frame():
     x = torch.randn(1, 16, 2, 5, 7).contiguous(memory_format=CL3)
     buffer = torch.zeros(1, 16, 4, 7, 9).contiguous(memory_format=CL3)
     turnout.rms_norm_silu(x, eps=1e-6, out=buffer[:, :, 2:, 1:6, 1:8])
@@ -138,8 +138,8 @@ def test_a_call_with_out_under_fullgraph():
         return buffer * 2
 
     buffers = [torch.zeros(1, 8, 4, 3, 4) for _ in range(2)]
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(x, buffers[0])
-    torch.testing.assert_close(found, step(x, buffers[1]))
+    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(x, buffers[0])
+    torch.testing.assert_close(actual, step(x, buffers[1]))
     torch.testing.assert_close(buffers[0], buffers[1])
 
 
@@ -163,12 +163,12 @@ X = torch.zeros(2, 4, 5)
         (lambda: turnout.rms_norm_silu(X, eps=1e-6, out=X.half()), "out is torch.float16"),
     ],
 )
-def test_what_does_not_fit_together_raises(call, message):
+def test_mismatched_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_the_model_takes_a_route_where_it_pays():
+def test_cost_model_chooses_a_route_where_it_is_faster():
     x = torch.randn(1, 96, 2, 30, 52)
     args = (x, torch.ones(96), None, 1e-12, 1, "normalize", True)
     assert turnout.explain(RMS_NORM_SILU, *args).chosen == "cpu-planes"
@@ -178,16 +178,16 @@ def test_the_model_takes_a_route_where_it_pays():
 
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_channels_around_whole_vectors_on_a_cpu(dtype, silu):
+def test_cpu_routes_take_channel_counts_around_vector_width(dtype, silu):
     for channels in (1, 15, 16, 17, 40, 96, 100):
         x, weight, bias = (
             torch.randn(shape).to(dtype) for shape in ((37, channels), (channels,), (channels,))
         )
         with turnout.pin(rms_norm_silu="cpu-rows"):
-            found = turnout.rms_norm_silu(x, weight, bias=bias, eps=1e-6, silu=silu)
+            actual = turnout.rms_norm_silu(x, weight, bias=bias, eps=1e-6, silu=silu)
         with turnout.pin(rms_norm_silu="reference"):
             expected = turnout.rms_norm_silu(
                 x.double(), weight.double(), bias=bias.double(), eps=1e-6, silu=silu
             )
         eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps)
+        torch.testing.assert_close(actual.double(), expected, rtol=4 * eps, atol=4 * eps)

@@ -65,16 +65,16 @@ def test_unaligned_rows():
 
 
 @formats
-def test_more_than_2_31_elements(route):
+def test_tensors_of_more_than_2_31_elements(route):
     """A decode of 96 x 81 x 720 x 1280 has 7.2e9 elements; the last positions must be the right ones."""
     x = torch.zeros(1, 96, 27, 720, 1280, device=CUDA, dtype=torch.bfloat16).contiguous(
         memory_format=FORMATS[route]
     )
     x[..., -3:] = torch.randn(1, 96, 27, 720, 3, device=CUDA, dtype=torch.bfloat16)
     with turnout.pin(rms_norm_silu=route):
-        found = turnout.rms_norm_silu(x, eps=1e-6)
+        actual = turnout.rms_norm_silu(x, eps=1e-6)
     tail = x[:, :, -1:, -1:, -8:].float()
     torch.testing.assert_close(
-        found[:, :, -1:, -1:, -8:].float(), turnout.rms_norm_silu(tail, eps=1e-6), rtol=1e-2, atol=1e-2
+        actual[:, :, -1:, -1:, -8:].float(), turnout.rms_norm_silu(tail, eps=1e-6), rtol=1e-2, atol=1e-2
     )
-    assert not found[:, :, 0, 0, :8].any()
+    assert not actual[:, :, 0, 0, :8].any()

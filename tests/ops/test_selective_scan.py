@@ -31,7 +31,7 @@ def by_hand(x, dt, A, B, C, D, z, bias, state):
     return torch.stack(parts, -1) * F.silu(z), state
 
 
-def test_the_scan_is_the_recurrence():
+def test_scan_equals_the_recurrence():
     x, dt, A, B, C, D, z, bias, state = call(length=150)  # more than two chunks of the reference
     y, final = turnout.selective_scan(
         x, dt, A, B, C, D=D, z=z, dt_bias=bias, dt_softplus=True, initial_state=state, return_final_state=True
@@ -43,7 +43,7 @@ def test_the_scan_is_the_recurrence():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("log_rates", [False, True])
-def test_steps_add_up_to_the_scan(dtype, log_rates):
+def test_updates_step_by_step_equal_the_scan(dtype, log_rates):
     x, dt, A, B, C, D, z, bias, state = call(dtype=dtype)
     options = {"D": D, "dt_bias": bias, "dt_softplus": True}
     expected, last = turnout.selective_scan(
@@ -93,7 +93,7 @@ def test_a_state_of_a_half_type_is_written_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"x": torch.ones(2, 6, 1)}, r"x is \[2, 6, 1\], it needs to be \[batch, channels\]"),
         ({"A": torch.ones(5, 4)}, r"A is \[5, 4\], it needs to be \[channels, states\] with 6 channels"),
@@ -105,8 +105,8 @@ def test_a_state_of_a_half_type_is_written_as_it_is():
         ({"z": torch.ones(2, 6, device="meta")}, "z is on meta, it needs x's device cpu"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, said):
-    given = {
+def test_errors_name_the_mismatched_argument(changed, message):
+    arguments = {
         "x": torch.ones(2, 6),
         "state": torch.ones(2, 6, 4),
         "dt": torch.ones(2, 6),
@@ -114,5 +114,5 @@ def test_what_does_not_fit_is_named(changed, said):
         "B": torch.ones(2, 4),
         "C": torch.ones(2, 4),
     }
-    with pytest.raises(ValueError, match=said):
-        selective_scan_update(**(given | changed))
+    with pytest.raises(ValueError, match=message):
+        selective_scan_update(**(arguments | changed))

@@ -29,7 +29,7 @@ def _seeded():
 
 
 @blocks
-def test_is_diffusers_spatial_norm(sizes, small, first_apart):
+def test_equals_spatial_norm_of_diffusers(sizes, small, first_apart):
     x, scale, shift = (torch.randn(2, 6, *size, dtype=torch.float64) for size in (sizes, small, small))
     weight, bias = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     for silu in (True, False):
@@ -69,8 +69,8 @@ def test_without_elements_gradients_are_zero(shape):
     y = turnout.spatial_norm_silu(x, 2, None, None, scale, shift)
     assert y.shape == x.shape
     y.sum().backward()
-    for given in (x, scale, shift):
-        assert torch.equal(given.grad, torch.zeros(shape))
+    for argument in (x, scale, shift):
+        assert torch.equal(argument.grad, torch.zeros(shape))
 
 
 def test_under_fullgraph():
@@ -87,9 +87,17 @@ def test_cogvideox_takes_the_route_on_a_card():
     bf16 = {"dtype": torch.bfloat16, "device": "meta"}
     x = torch.empty(1, 128, 9, 480, 720, **bf16).contiguous(memory_format=LAST)
     small, weight = torch.empty(1, 128, 3, 60, 90, **bf16), torch.empty(128, **bf16)
-    for given in (small, small.contiguous(memory_format=LAST)):
+    for argument in (small, small.contiguous(memory_format=LAST)):
         verdict = turnout.explain(
-            turnout.spatial_norm_silu, x, 32, weight, weight, given, given, first_apart=True, device="h200"
+            turnout.spatial_norm_silu,
+            x,
+            32,
+            weight,
+            weight,
+            argument,
+            argument,
+            first_apart=True,
+            device="h200",
         )
         assert verdict.chosen == "gapped-rows"
     verdict = turnout.explain(
@@ -148,7 +156,7 @@ X, SMALL = torch.zeros(2, 4, 6), torch.zeros(2, 4, 3)
         (lambda: turnout.spatial_norm_silu(SMALL, 2, None, None, X, X), "scale has 6 positions"),
     ],
 )
-def test_what_does_not_fit_together_raises(call, message):
+def test_mismatched_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

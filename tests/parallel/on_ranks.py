@@ -26,7 +26,7 @@ def in_turn(mesh, calls):
 @torch.no_grad()
 def same_bits(mesh, cases):
     """Decode, encode and a stream, of each model by one process and split: whether all bits are the same."""
-    found = {}
+    results = {}
     for name, dtype, fast, split in cases:
         vae = model(name, dtype, fast)
         z, x = random(*LATENTS[name][-1], dtype=dtype), random(*CLIPS[name], dtype=dtype)
@@ -37,8 +37,8 @@ def same_bits(mesh, cases):
             split_up = vae.decode(z).sample, vae.encode(x).latent_dist.parameters
             streams = [DecodeStream(vae).decode(z[:, :, :1])]
             pairs = zip((*alone, *streamed), (*split_up, *streams), strict=True)
-            found[name, str(dtype), fast, split] = [torch.equal(a, b) for a, b in pairs]
-    return found
+            results[name, str(dtype), fast, split] = [torch.equal(a, b) for a, b in pairs]
+    return results
 
 
 @torch.no_grad()
@@ -69,15 +69,15 @@ def list_dealt_out(mesh, gather):
 def refused_everywhere(mesh):
     """Calls that every rank refuses; then one that works."""
     vae = model("wan", torch.bfloat16, fast=True)
-    said = []
+    messages = []
 
     def refused(call):
         try:
             call()
         except (ValueError, RuntimeError, TypeError) as failure:
-            said.append(f"{type(failure).__name__}: {failure}")
+            messages.append(f"{type(failure).__name__}: {failure}")
         else:
-            said.append("nothing")
+            messages.append("nothing")
 
     ranks = mesh.size()
     refused(
@@ -98,7 +98,7 @@ def refused_everywhere(mesh):
     refused(lambda: vae.decode(z if mesh.get_local_rank() else z[:, :, :1]))
     with turnout.numerics("exact" if mesh.get_local_rank() else "close"):
         refused(lambda: vae.decode(z))
-    return said, torch.equal(vae.decode(z).sample, alone)
+    return messages, torch.equal(vae.decode(z).sample, alone)
 
 
 @torch.no_grad()
@@ -135,16 +135,20 @@ def one_raises(mesh):
         if mesh.get_local_rank() == mesh.size() - 1:
             raise OSError("of a hook")
 
-    handle, said = vae.decoder.mid_block.register_forward_pre_hook(raises), []
+    handle, messages = vae.decoder.mid_block.register_forward_pre_hook(raises), []
     for call in (lambda: vae.decode(z), lambda: stream.decode(z[:, :, 1:])):
         started = time.monotonic()
         try:
             call()
         except (OSError, RuntimeError) as failure:
-            said.append((f"{type(failure).__name__}: {failure}", time.monotonic() - started))
+            messages.append((f"{type(failure).__name__}: {failure}", time.monotonic() - started))
     handle.remove()
     after = stream.decode(z[:, :, 1:])
-    return said, torch.equal(vae.decode(z).sample, alone), torch.equal(torch.cat([before, after], 2), alone)
+    return (
+        messages,
+        torch.equal(vae.decode(z).sample, alone),
+        torch.equal(torch.cat([before, after], 2), alone),
+    )
 
 
 @torch.no_grad()

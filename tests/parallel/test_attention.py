@@ -15,18 +15,18 @@ def attended(ranks, axis, height, width, calls):
     def run(engine):
         exchange = Exchange(engine, axis=axis, units=(height, width)[axis])
         queries = OwnQueries(exchange)
-        found = []
+        collected = []
         with queries.of_frames(height, width):
             for q, k, v in calls:
                 attend(q, k, v)  # computed both ways
                 y = attend(q, k, v).unflatten(2, (-1, height, width))  # [B, heads, frames, H, W, D]
-                found.append(exchange.own(y, axis - 1))
-        return found, sum(run is None for run in queries.runs.values())
+                collected.append(exchange.own(y, axis - 1))
+        return collected, sum(run is None for run in queries.runs.values())
 
     results = Lockstep(ranks).run(run)
-    return [torch.cat(parts, axis - 1) for parts in zip(*(found for found, _ in results), strict=True)], [
-        n for _, n in results
-    ]
+    return [
+        torch.cat(parts, axis - 1) for parts in zip(*(collected for collected, _ in results), strict=True)
+    ], [n for _, n in results]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -48,8 +48,8 @@ def test_own_rows_have_the_bits_of_all(dtype, axis, ranks):
         q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
         causal = (q[:, :, : height * width], k, v)  # one frame's queries, all frames' keys
         expected = [attend(*call) for call in ((q, k, v), causal)]
-        found, whole = attended(ranks, axis, height, width, [(q, k, v), causal])
-        for y, true in zip(found, expected, strict=True):
+        actual, whole = attended(ranks, axis, height, width, [(q, k, v), causal])
+        for y, true in zip(actual, expected, strict=True):
             assert torch.equal(y, true.unflatten(2, (-1, height, width)))
         if height * width >= 192:  # worth it: fewer rows are filled up to nearly all
             assert whole == [0] * ranks, (height, width)

@@ -279,13 +279,13 @@ def test_results_go_where_they_are_asked_for(gather):
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 5, 4, dtype=torch.bfloat16)
     alone = vae.decode(z).sample
     turnout.distribute(vae, Lockstep(2), split="height", gather=gather)
-    found = vae.decode(z)
+    actual = vae.decode(z)
     if gather == "none":
-        assert [part.sample.shape[3] for part in found] == [24, 16]
-        found = torch.cat([part.sample for part in found], 3)
-        assert torch.equal(found, alone)
+        assert [part.sample.shape[3] for part in actual] == [24, 16]
+        actual = torch.cat([part.sample for part in actual], 3)
+        assert torch.equal(actual, alone)
     else:
-        assert torch.equal(found.sample, alone)
+        assert torch.equal(actual.sample, alone)
         assert torch.equal(vae.decode(z, return_dict=False)[0], alone)
 
 

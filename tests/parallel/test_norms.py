@@ -33,12 +33,12 @@ def on_ranks(ranks, axis, units, call, *tensors):
         split.settings = settings.split_by(split)
         own = [x if x is None else split.exchange.own(x) for x in tensors]
         with settings.entering(split.settings):
-            first, again = call(*own), call(*own)
-        assert torch.equal(first, again)
+            first, repeated = call(*own), call(*own)
+        assert torch.equal(first, repeated)
         return first, split.counts["part"]
 
-    found = Lockstep(ranks).run(run)
-    return [y for y, _ in found], {parts for _, parts in found}
+    actual = Lockstep(ranks).run(run)
+    return [y for y, _ in actual], {parts for _, parts in actual}
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +74,8 @@ def test_every_norm_has_the_bits_of_the_whole(dtype, split, ranks, route):
     with pinned(route):
         units = {"height": 35, "width": 33}[split]
         for i, alone in enumerate(norms(x, *small)):
-            found, parts = on_ranks(ranks, axis, units, lambda *own, i=i: norms(*own)[i], x, *small)
-            assert torch.equal(torch.cat(found, axis), alone), i
+            actual, parts = on_ranks(ranks, axis, units, lambda *own, i=i: norms(*own)[i], x, *small)
+            assert torch.equal(torch.cat(actual, axis), alone), i
             assert parts == ({0} if route == "reference" else parts - {0})
 
 
@@ -92,9 +92,9 @@ def test_a_border_has_the_rows_of_the_neighbours(mode, split, route):
         return turnout.group_norm_silu_pad(x, 3, padding=padding, mode=mode)
 
     with pinned(route):
-        whole, (found, _) = norm(x), on_ranks(3, axis, x.shape[axis], norm, x)
+        whole, (actual, _) = norm(x), on_ranks(3, axis, x.shape[axis], norm, x)
     begin = 0
-    for part in found:
+    for part in actual:
         size = part.shape[axis] - before - after
         assert torch.equal(part, whole.narrow(axis, begin, before + size + after))
         begin += size

@@ -42,9 +42,9 @@ def test_two_ranks():
         assert (of_first, of_none) == (True, True)
         own = [None, True, None] if rank == 0 else [True, None, True]  # the largest clip goes first
         assert lists == [[True] * 3, [True if rank == 0 else None] * 3, own]
-        said, *go_on = raised
+        messages, *go_on = raised
         reason = "OSError: of a hook" if rank == 1 else "RankFailed: rank 1 raised OSError: of a hook"
-        assert [text for text, _ in said] == [reason] * 2
+        assert [text for text, _ in messages] == [reason] * 2
         assert go_on == [True, True]
         assert_refused(refusals)
         assert tables.startswith("RanksDiffer: ranks must agree, and differ in measured tables: "), tables
@@ -56,12 +56,12 @@ def test_three_ranks_of_which_one_fails():
     found = run_ranks(on_ranks.in_turn, 3, calls)
     assert found[2] is None  # killed
     for raised, *lost in found[:2]:
-        said, again, stream_again = raised
-        assert len(said) == 2
-        for text, seconds in said:
+        messages, repeated, stream_again = raised
+        assert len(messages) == 2
+        for text, seconds in messages:
             assert "rank 2 raised OSError: of a hook" in text
             assert seconds < 20
-        assert again
+        assert repeated
         assert stream_again
         for text, seconds in lost:
             assert text.startswith("RankFailed: ")
@@ -82,7 +82,7 @@ def assert_bits(found):
 
 
 def assert_refused(found):
-    said, works_then = found
+    messages, works_then = found
     needed = (
         "a mesh of 2 dimensions",
         "Linear is not known",
@@ -92,5 +92,5 @@ def assert_refused(found):
         "shape and dtype: ",
         "numerics: ",
     )
-    assert [part for part, text in zip(needed, said, strict=True) if part not in text] == [], said
+    assert [part for part, text in zip(needed, messages, strict=True) if part not in text] == [], messages
     assert works_then

@@ -29,8 +29,19 @@ def test_fake_times_every_rank_and_counts_its_messages(tmp_path):
 
 
 def test_command_writes_a_row(tmp_path):
-    given = ["race", "wan-vae", "--size", "tiny", "--dtype", "bfloat16", "--device", "cpu", "--ranks", "2"]
-    done = CliRunner().invoke(app, [*given, "--engine", "lockstep", "--out", str(tmp_path)])
+    arguments = [
+        "race",
+        "wan-vae",
+        "--size",
+        "tiny",
+        "--dtype",
+        "bfloat16",
+        "--device",
+        "cpu",
+        "--ranks",
+        "2",
+    ]
+    done = CliRunner().invoke(app, [*arguments, "--engine", "lockstep", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     (path,) = tmp_path.glob("*/ranks.jsonl")
     assert json.loads(path.read_text())["same_bits"] is True

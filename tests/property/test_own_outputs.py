@@ -21,13 +21,13 @@ def test_written_in_place_after_a_call_that_records_nothing(op, route):
 
 @ops
 def test_what_the_reference_returns_is_written_in_place_too(op):
-    taken = 0
+    count = 0
     for seed in range(100):
         args = random_call(op, seed, CPU)
         if args[0].dtype in own_outputs.DTYPES and args[0].numel():
             own_outputs.check_written_later(op, REFERENCE, args)
-            taken += 1
-    assert taken > 5
+            count += 1
+    assert count > 5
 
 
 @cpu_routes
@@ -65,13 +65,13 @@ def test_written_in_place_behind_a_compiled_call(op, route):
 
     compiled = torch.compile(changed, fullgraph=True, backend="aot_eager")
     with turnout.pin(**{op.name: route.name}):
-        given, ours = (tuple(own_outputs.wanting_gradients(args)) for _ in range(2))
-        found, expected = compiled(*given), changed(*ours)
-        for y in (*found, *expected):
+        arguments, ours = (tuple(own_outputs.wanting_gradients(args)) for _ in range(2))
+        actual, expected = compiled(*arguments), changed(*ours)
+        for y in (*actual, *expected):
             y += 1
-        for results in (found, expected):
+        for results in (actual, expected):
             sum(y.sum() for y in results if y.requires_grad).backward()
-    for x, y in zip(given, ours, strict=True):
+    for x, y in zip(arguments, ours, strict=True):
         if own_outputs.is_floating(x):
             torch.testing.assert_close(x.grad, y.grad)
     torch.compiler.reset()
@@ -98,9 +98,9 @@ def test_results_of_public_functions_are_written_in_place(call):
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 total(lambda y: torch.relu_(y.mul_(2)))
             continue
-        found, expected = total(lambda y: torch.relu_(y.mul_(2))), total(lambda y: torch.relu(y * 2))
-        assert found
-        assert all(map(own_outputs.close, found, expected)), name
+        actual, expected = total(lambda y: torch.relu_(y.mul_(2))), total(lambda y: torch.relu(y * 2))
+        assert actual
+        assert all(map(own_outputs.close, actual, expected)), name
 
 
 def test_the_cache_of_causal_conv3d_is_part_of_its_input():

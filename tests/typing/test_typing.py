@@ -31,8 +31,8 @@ def pyright(folder: Path, text: str) -> list[str]:
     ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     return [
-        f"{found['range']['start']['line'] + 1}: {found['message']}"
-        for found in json.loads(done.stdout)["generalDiagnostics"]
+        f"{result['range']['start']['line'] + 1}: {result['message']}"
+        for result in json.loads(done.stdout)["generalDiagnostics"]
     ]
 
 
@@ -51,10 +51,12 @@ def test_a_mistake_of_a_user_is_found(tmp_path):
         "turnout.causal_conv1d(x, x).shape",
         "turnout.causal_conv1d(x, x, return_final_states=True).shape",
     ]
-    wrong = {int(said.split(":")[0]) for said in pyright(tmp_path, "\n".join(lines) + "\n")}
+    wrong = {int(message.split(":")[0]) for message in pyright(tmp_path, "\n".join(lines) + "\n")}
     assert {3, 4, 5, 6, 8} <= wrong
     assert 7 not in {
-        int(said.split(":")[0]) for said in pyright(tmp_path, "\n".join(lines[:7]) + "\n") if "shape" in said
+        int(message.split(":")[0])
+        for message in pyright(tmp_path, "\n".join(lines[:7]) + "\n")
+        if "shape" in message
     }
 
 

@@ -83,7 +83,7 @@ def in_a_line(verdict):
 
 
 @pytest.mark.parametrize("card", NAMES)
-def test_names_that_people_type(card):
+def test_common_spellings_of_device_names(card):
     assert {Device.named(name).name for name in NAMES[card]} == {card}
 
 
@@ -110,9 +110,9 @@ def test_what_is_chosen_for_every_case_on_an_h200():
 
 def test_an_h100_takes_what_was_measured_on_its_sibling():
     op, args, options = CALLS["dot"]
-    found = turnout.explain(op, *args, device="h100", **options)
-    assert found.chosen == "two-stage"
-    assert "measured on a sibling, NVIDIA H200" in str(found)
+    answer = turnout.explain(op, *args, device="h100", **options)
+    assert answer.chosen == "two-stage"
+    assert "measured on a sibling, NVIDIA H200" in str(answer)
     assert "sibling" not in str(turnout.explain(op, *args, device="h100-pcie", **options))
 
 
@@ -161,8 +161,8 @@ def test_a_triton_that_compiles_nothing_is_known_before_the_first_call(fresh, mo
     newer = replace(Device.named("h200"), triton=(3, 99))
     op, args, options = CALLS["conv3d 96->96"]
     for _ in range(2):
-        found = turnout.explain(op, *args, device=newer, **options)
-        assert "does not compile Gluon kernels (AttributeError" in found.refused["implicit-gemm-hopper"][0]
+        answer = turnout.explain(op, *args, device=newer, **options)
+        assert "does not compile Gluon kernels (AttributeError" in answer.refused["implicit-gemm-hopper"][0]
         failures.forget_problems()  # as a new process: it reads what was kept
     assert len(tried) == 1
     assert support.gluon_problem(replace(newer, triton=(3, 9))) is None
@@ -177,8 +177,8 @@ def test_kernels_that_did_not_compile_are_refused_from_then_on(fresh):
     route = OPS["conv3d"].routes["implicit-gemm-hopper"]
     failures.remember(route.code_hash, here, "its kernels do not compile: PTXASError: out of registers")
     failures.forget_problems()
-    found = turnout.explain(op, *args, device=here, **options)
-    assert "PTXASError" in found.refused["implicit-gemm-hopper"][0]
+    answer = turnout.explain(op, *args, device=here, **options)
+    assert "PTXASError" in answer.refused["implicit-gemm-hopper"][0]
     other = turnout.explain(op, *args, device=replace(Device.named("h200"), name="NVIDIA H20"), **options)
     assert "implicit-gemm-hopper" not in other.refused
 

@@ -119,7 +119,7 @@ def test_numerics_limits_the_choice_and_a_pin_may_go_beyond():
     assert "its numerics are lossy" in choose(toy, Size(1), CPU).refused["quick"][0]
 
 
-def test_what_failed_is_refused():
+def test_failed_routes_are_refused():
     toy = op(route("a", 1e-6), route("b", 2e-6))
     verdict = choose(toy, Size(1), CPU, failed={"a": "failed at launch: out of memory"})
     assert verdict.chosen == "b"

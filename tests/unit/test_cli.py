@@ -28,17 +28,17 @@ def in_process(*words):
 
 
 def test_help_has_examples():
-    said, commands = turnout("--help"), ("doctor", "explain", "bench", "tune", "race", "warm")
-    assert all(command in said for command in commands)
+    message, commands = turnout("--help"), ("doctor", "explain", "bench", "tune", "race", "warm")
+    assert all(command in message for command in commands)
     assert all("Example" in turnout(command, "--help") for command in commands)
 
 
-def test_explain_for_a_card_that_is_not_here():
-    said = turnout(
+def test_explain_answers_for_an_absent_card():
+    message = turnout(
         "explain", "matmul", "--a", "1,50000000", "--b", "50000000,1", "--dtype", "bf16", "--device", "h200"
     )
-    assert "NVIDIA H200" in said
-    assert "two-stage" in said
+    assert "NVIDIA H200" in message
+    assert "two-stage" in message
     told = json.loads(turnout("explain", "dot", "--a=3", "--b=3", "--device", "a100", "--json"))
     assert told["device"] == "NVIDIA A100-SXM4-80GB"
 
@@ -163,23 +163,23 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), MISTAKES)
-def test_mistakes_end_with_one_line(words, said):
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_errors_are_one_line(words, message):
     run = CliRunner().invoke(app, words)
     assert run.exit_code == 2, run.output
-    assert said in run.stderr
+    assert message in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
     assert run.stderr.startswith("error: ")
     assert run.stdout == ""
 
 
-def test_a_mistake_in_a_process_of_its_own():
-    said = turnout("explain", "zzz", code=2)
-    assert said.startswith("error: op 'zzz' is not known; one of: ")
-    assert len(said.splitlines()) == 1
+def test_errors_are_one_line_in_a_new_process():
+    message = turnout("explain", "zzz", code=2)
+    assert message.startswith("error: op 'zzz' is not known; one of: ")
+    assert len(message.splitlines()) == 1
 
 
-def test_a_pin_of_a_route_that_is_not_known(monkeypatch):
+def test_pin_of_an_unknown_route_lists_the_known(monkeypatch):
     monkeypatch.setenv("TURNOUT_PIN", "dot=two-stge")
     run = CliRunner().invoke(app, ["explain", "dot", "--a=3", "--b=3"])
     assert run.exit_code == 2
@@ -233,7 +233,7 @@ def test_a_package_that_is_missing_is_one_line_with_its_extra(monkeypatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "said"),
+    ("failure", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (PermissionError(13, "Permission denied", "/a/[b]"), 2, "error: /a/[b]: Permission denied"),
@@ -246,14 +246,14 @@ def test_a_package_that_is_missing_is_one_line_with_its_extra(monkeypatch, tmp_p
         (RuntimeError("[red]two\nlines[/red]"), 2, "error: [red]two lines[/red]"),
     ],
 )
-def test_whatever_a_command_raises_is_one_line(monkeypatch, failure, code, said):
+def test_every_exception_of_a_command_is_one_line(monkeypatch, failure, code, message):
     def fail():
         raise failure
 
     monkeypatch.setattr("turnout.doctor.environment", fail)
     run = CliRunner().invoke(app, ["doctor"])
     assert run.exit_code == code
-    assert run.stderr.strip().startswith(said)
+    assert run.stderr.strip().startswith(message)
     assert len(run.stderr.strip().splitlines()) == 1
 
 
@@ -292,8 +292,8 @@ def test_doctor():
 def test_bench_writes_rows_and_a_picture(tmp_path):
     picture = tmp_path / "roof.png"
     words = ("bench", "dot", "--only", "K=4096", "--seconds", "0.1", "--device", "cpu")
-    said = turnout(*words, "--out", str(tmp_path), "--roofline", str(picture))
-    assert "reference" in said
+    message = turnout(*words, "--out", str(tmp_path), "--roofline", str(picture))
+    assert "reference" in message
     rows = [json.loads(line) for line in (tmp_path / "cpu" / "dot.jsonl").read_text().splitlines()]
     fields = [
         "op",
@@ -370,7 +370,7 @@ def test_the_small_calls_of_bench_router_are_cases():
         assert [str(case) for case in OPS[name].cases() if str(case) == wanted], name
 
 
-def test_missing_cases_of_a_card_that_is_not_here_are_listed():
+def test_missing_cases_of_an_absent_card_are_listed():
     told = json.loads(
         turnout("bench", "dot", "inner", "--missing", "--device", "4090", "--only", "bfloat16", "--json")
     )

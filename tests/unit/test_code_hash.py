@@ -95,7 +95,7 @@ def package(tmp_path, monkeypatch):
         ("x, y, count", "a: int, y, count"),
     ],
 )
-def test_words_and_what_is_not_used_do_not_count(package, old, new):
+def test_names_comments_and_unused_code_do_not_change_the_hash(package, old, new):
     before = package()
     text = KERNELS.replace(old, new)
     if "silu_of" in new:
@@ -119,7 +119,7 @@ def test_words_and_what_is_not_used_do_not_count(package, old, new):
         ("total += activation", "total -= activation"),
     ],
 )
-def test_what_the_card_executes_counts(package, old, new):
+def test_changes_of_executed_code_change_the_hash(package, old, new):
     before = package()
     assert KERNELS.replace(old, new) != KERNELS
     assert package(KERNELS.replace(old, new)) != before

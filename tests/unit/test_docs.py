@@ -23,12 +23,12 @@ def test_example_runs(name):
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(parsed).failed == 0
 
 
-def test_the_public_surface_is_what_it_says():
+def test_public_names_exist_and_keep_their_signatures():
     assert set(turnout.__all__) <= set(dir(turnout))
     assert str(inspect.signature(turnout.dot)) == "(a: 'Tensor', b: 'Tensor') -> 'Tensor'"
 
 
-def test_what_the_readme_shows_is_what_explain_says():
+def test_readme_shows_the_output_of_explain():
     shown = (Path(__file__).parents[2] / "README.md").read_text().split("```\nmatmul(")[1].split("```")[0]
     a, b = torch.empty(1, 50_000_000, device="meta"), torch.empty(50_000_000, 1, device="meta")
     assert str(turnout.explain(turnout.matmul, a, b, device="cpu")) + "\n" == "matmul(" + shown

@@ -13,7 +13,7 @@ def _no_tables(monkeypatch, tmp_path):
     monkeypatch.setattr("turnout.routing.store.SHIPPED", tmp_path)
 
 
-def test_golden_text_for_a_card_that_is_not_here():
+def test_golden_text_for_an_absent_card():
     a, b = (
         torch.empty(1, 50_000_000, dtype=torch.bfloat16, device="meta"),
         torch.empty(50_000_000, 1, dtype=torch.bfloat16, device="meta"),
@@ -33,23 +33,23 @@ def test_golden_text_for_a_card_that_is_not_here():
 
 
 def test_golden_reasons():
-    found = turnout.explain(
+    verdict = turnout.explain(
         "matmul", torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 5, dtype=torch.float64)
     )
-    assert found.chosen == "reference"
-    assert found.authority == "reference"
-    assert found.why == "no other route can take this call"
-    assert list(found.refused["two-stage"]) == [
+    assert verdict.chosen == "reference"
+    assert verdict.authority == "reference"
+    assert verdict.why == "no other route can take this call"
+    assert list(verdict.refused["two-stage"]) == [
         "2 x 5 outputs, this route needs 1 x 1",
         "device cpu, this route needs a GPU",
         "dtype float64, this route needs one of float32, float16, bfloat16, complex64",
     ]
 
 
-def test_json_says_the_same():
-    found = turnout.explain("dot", torch.ones(3), torch.ones(3))
-    told = json.loads(found.json())
-    assert told["chosen"] == found.chosen
+def test_json_holds_the_verdict():
+    verdict = turnout.explain("dot", torch.ones(3), torch.ones(3))
+    told = json.loads(verdict.json())
+    assert told["chosen"] == verdict.chosen
     assert told["problem"] == {
         "a": [3],
         "b": [3],
@@ -58,7 +58,7 @@ def test_json_says_the_same():
         "a_dtype": "float32",
         "b_dtype": "float32",
     }
-    assert told["refused"] == {name: list(why) for name, why in found.refused.items()}
+    assert told["refused"] == {name: list(why) for name, why in verdict.refused.items()}
     assert set(told["us"]) == {"single-launch", "two-stage", "cpu-chunks", "reference"}
 
 

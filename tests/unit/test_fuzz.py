@@ -16,18 +16,18 @@ def _fewer_draws(monkeypatch):
 
 
 def wrong_lines(op, count, file):
-    found = fuzz.Counts(file, 0).of(op.name)
-    lines = [line for seed in range(count) for line in fuzz.try_case(op, seed, walk.CPU, found)]
-    return lines, found
+    result = fuzz.Counts(file, 0).of(op.name)
+    lines = [line for seed in range(count) for line in fuzz.try_case(op, seed, walk.CPU, result)]
+    return lines, result
 
 
 @walk.ops
 def test_cases_are_the_same_for_a_seed_and_nothing_is_wrong(op, tmp_path):
-    lines, found = wrong_lines(op, 8, tmp_path / "state.json")
-    again, _ = wrong_lines(op, 8, tmp_path / "other.json")
-    assert lines == again == []
-    assert found["cases"] == 8
-    assert found["calls"] >= found["cases"] - found["refused"] > 0
+    lines, result = wrong_lines(op, 8, tmp_path / "state.json")
+    repeated, _ = wrong_lines(op, 8, tmp_path / "other.json")
+    assert lines == repeated == []
+    assert result["cases"] == 8
+    assert result["calls"] >= result["cases"] - result["refused"] > 0
 
 
 @pytest.mark.parametrize(
@@ -39,15 +39,15 @@ def test_cases_are_the_same_for_a_seed_and_nothing_is_wrong(op, tmp_path):
         (lambda right: right.double(), "dtype is"),
     ],
 )
-def test_mistakes_are_found(mistake, why, monkeypatch, tmp_path):
+def test_fuzz_finds_wrong_routes(mistake, why, monkeypatch, tmp_path):
     right = DOT.reference
     monkeypatch.setattr(DOT, "call", lambda *args: mistake(right(*args)))
-    lines, found = wrong_lines(DOT, 12, tmp_path / "state.json")
+    lines, actual = wrong_lines(DOT, 12, tmp_path / "state.json")
     assert any(why in line for line in lines)
-    assert all(wrong["route"] == fuzz.ROUTED for wrong in found["wrong"])
+    assert all(wrong["route"] == fuzz.ROUTED for wrong in actual["wrong"])
 
 
-def test_writing_beside_the_elements_is_found(monkeypatch, tmp_path):
+def test_fuzz_finds_writes_outside_the_output(monkeypatch, tmp_path):
     right = DOT.reference
 
     def careless(a, b):
@@ -75,20 +75,20 @@ def test_routes_are_not_held_to_the_luck_of_the_reference(seed, tmp_path):
 
 
 @pytest.mark.parametrize(("seed", "factor"), [(LUCKY, 1 + 1e-6), (UNKNOWN, 1.05)])
-def test_mistakes_in_such_calls_are_found(seed, factor):
+def test_wrong_routes_are_found_in_such_calls(seed, factor):
     args, changes = fuzz.call_of(GROUP_NORM_SILU, seed, walk.CPU)
     trial = fuzz.Fuzzed(GROUP_NORM_SILU, args, outliers=fuzz.EDGES in changes, draws=16)
     mistaken = trial.complaint("close", lambda *args: GROUP_NORM_SILU.reference(*args) * factor)
     assert "its error against float64" in (mistaken or "")
 
 
-def test_a_run_goes_on_where_the_last_one_stopped(tmp_path):
-    said = []
+def test_fuzz_continues_where_the_last_run_stopped(tmp_path):
+    messages = []
     file = tmp_path / "state.json"
-    fuzz.run(fuzz.Counts(file, 5), 20, walk.CPU, [DOT], said.append)
+    fuzz.run(fuzz.Counts(file, 5), 20, walk.CPU, [DOT], messages.append)
     first = fuzz.Counts(file, 5)
     assert 20 <= first.calls < 30
-    fuzz.run(first, 40, walk.CPU, [DOT], said.append)
+    fuzz.run(first, 40, walk.CPU, [DOT], messages.append)
     at_once = fuzz.Counts(tmp_path / "other.json", 5)
-    fuzz.run(at_once, 40, walk.CPU, [DOT], said.append)
+    fuzz.run(at_once, 40, walk.CPU, [DOT], messages.append)
     assert fuzz.Counts(file, 5).ops == at_once.ops

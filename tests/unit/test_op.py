@@ -57,9 +57,9 @@ def test_a_route_that_fails_at_launch_falls_to_the_next_warns_once_and_is_rememb
     assert [str(w.message) for w in seen] == [
         f"turnout.matmul: route {first!r} failed at launch: OutOfMemoryError: no memory; taking the next one"
     ]
-    found = turnout.explain("matmul", *BIG)
-    assert found.chosen not in (first, None)
-    assert found.refused[first] == ["failed at launch: OutOfMemoryError: no memory"]
+    verdict = turnout.explain("matmul", *BIG)
+    assert verdict.chosen not in (first, None)
+    assert verdict.refused[first] == ["failed at launch: OutOfMemoryError: no memory"]
     assert (
         turnout.explain("matmul", torch.ones(1, 20_000_000), torch.ones(20_000_000, 1)).chosen == first
     )  # another problem
@@ -166,7 +166,7 @@ def test_autocast_still_routes():
         ("matmul", (torch.ones(2, 1, 3), torch.ones(3, 3, 1))),
     ],
 )
-def test_mistakes_raise_what_torch_raises(call, args):
+def test_invalid_arguments_raise_the_error_of_torch(call, args):
     with pytest.raises(Exception) as theirs:  # noqa: PT011
         getattr(torch, call)(*args)
     for _ in range(2):
@@ -210,15 +210,15 @@ def test_nan_and_inf_pass_through_on_the_cpu(route, value, dtype):
 def test_results_do_not_depend_on_the_number_of_threads():
     a, b = torch.randn(300_000), torch.randn(300_000)
     before = torch.get_num_threads()
-    found = set()
+    results = set()
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             with turnout.pin(dot="cpu-chunks"):
-                found.add(turnout.dot(a, b).item())
+                results.add(turnout.dot(a, b).item())
     finally:
         torch.set_num_threads(before)
-    assert len(found) == 1
+    assert len(results) == 1
 
 
 def test_a_wrong_signature_or_name_is_told_at_once():

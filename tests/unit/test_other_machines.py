@@ -120,7 +120,7 @@ def test_explain_says_the_same_of_another_card_on_every_machine(tmp_path):
         ("1", "2", "AVX2", "none", "0", "3.6.0", "numba"),
         ("1", "8", "DEFAULT", "none", "90100", "4.0.0", "triton"),
     ]
-    said = []
+    messages = []
     for fake in fakes:
         environment = {**os.environ, "TURNOUT_CACHE_DIR": str(tmp_path)}
         done = subprocess.run(
@@ -128,12 +128,12 @@ def test_explain_says_the_same_of_another_card_on_every_machine(tmp_path):
         )
         assert done.returncode == 0, done.stderr.decode()
         assert done.stderr.decode().split()[-1] == fake[0]
-        said.append(done.stdout)
-    assert said[0].count(b"NVIDIA H200") > 100
-    assert said[0] == said[1] == said[2]
+        messages.append(done.stdout)
+    assert messages[0].count(b"NVIDIA H200") > 100
+    assert messages[0] == messages[1] == messages[2]
 
 
-def test_a_cpu_that_is_not_here_can_be_asked():
+def test_explain_answers_for_an_absent_cpu():
     """Its facts are data: another number of threads or other instructions give other times, whatever this CPU
     is.
     """

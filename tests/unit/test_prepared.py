@@ -74,9 +74,9 @@ def test_prepared_routes_launch_the_same(op, route, launches):
         for first in (args, aliased(args), elsewhere(args, off=1)):
             prepared = route.prepared(first, config)
             direct += prepared.is_direct
-            for given in (args, args, elsewhere(args), elsewhere(args, off=1), aliased(args)):
-                plain = launched(launches, lambda *a: route.run(*a, **config), given)  # noqa: B023
-                assert launched(launches, prepared.call, given) == plain
+            for arguments in (args, args, elsewhere(args), elsewhere(args, off=1), aliased(args)):
+                plain = launched(launches, lambda *a: route.run(*a, **config), arguments)  # noqa: B023
+                assert launched(launches, prepared.call, arguments) == plain
     assert direct > 10 or route.prepare is not prepare_from_plan  # convolutions: see the cases below
 
 
@@ -89,7 +89,7 @@ def test_calls_of_models_are_direct(op, route, launches, monkeypatch):
     function.
     """
     monkeypatch.setattr(convolutions, "torch_format", lambda input, *rest: LAST[input.dim()])  # cuDNN's
-    direct, asked = 0, 0
+    direct, requested = 0, 0
     for _, problem, args in calls_of_cases(op):
         if any(route.refuses(problem, H200)):
             continue
@@ -97,12 +97,12 @@ def test_calls_of_models_are_direct(op, route, launches, monkeypatch):
             prepared = route.prepared(args, config)
             plain = launched(launches, lambda *a: route.run(*a, **config), args)  # noqa: B023
             assert launched(launches, prepared.call, args) == plain
-            direct, asked = direct + prepared.is_direct, asked + 1
-    assert direct > 0.5 * asked or not asked
+            direct, requested = direct + prepared.is_direct, requested + 1
+    assert direct > 0.5 * requested or not requested
 
 
 @prepared_routes
-def test_no_tensor_is_held(op, route, launches):
+def test_prepared_holds_no_tensor(op, route, launches):
     """Neither arguments nor outputs outlive their owner because a call was prepared for them."""
     alive, every = [], []
     for args in calls(op, route, CPU, H200, 8):
@@ -132,7 +132,7 @@ def test_a_route_that_copies_an_argument_is_not_direct(launches):
     assert launched(launches, prepared.call, args)[0][0].tensors[1][3:] == (torch.Size([64]), (1,))
 
 
-def test_what_lies_in_one_storage_is_told_apart(launches):
+def test_arguments_in_one_storage_are_told_apart(launches):
     """Rows of one tensor, as queries and keys of one projection are: each launch has its own."""
     both = torch.zeros(2, 4, 64)
     op = OPS["gated_add"]
@@ -201,25 +201,25 @@ def test_recording_ends_with_its_block():
 
 
 def test_what_is_worked_out_belongs_to_one_prepared():
-    asked = []
+    requested = []
 
     @worked_out_once
     def double(n):
-        asked.append(n)
+        requested.append(n)
         return None if n == 7 else 2 * n
 
     first, second = (Prepared(lambda: [double(3), double(3), double(7), double(7)], {}) for _ in range(2))
     assert first.call() == second.call() == first.call() == [6, 6, None, None]
-    assert asked == [3, 7, 3, 7]
+    assert requested == [3, 7, 3, 7]
     assert [double(3), double(3)] == [6, 6]  # outside of all routes nothing is kept
-    assert asked == [3, 7, 3, 7, 3, 3]
+    assert requested == [3, 7, 3, 7, 3, 3]
 
 
 def test_a_route_inside_of_another_keeps_its_own():
     inner = Prepared(lambda: kept("key", object), {})
     outer = Prepared(lambda: (kept("key", object), inner.call(), kept("key", object)), {})
-    mine, theirs, again = outer.call()
-    assert mine is again
+    mine, theirs, repeated = outer.call()
+    assert mine is repeated
     assert theirs is not mine
     assert inner.call() is theirs
 

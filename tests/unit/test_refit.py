@@ -69,9 +69,9 @@ def test_only_numbers_and_sources_of_the_file_change():
         'ops/attention/NOTES.md; refitted to 14 times measured on NVIDIA H200"',
         "cudnn = 0.612  # at head dims beyond 64",
     ]
-    again = refit.rewritten(once, H200, [fit._replace(old=0.612, new=0.6, samples=15)])
-    assert again.count("refitted to") == 1
-    assert "refitted to 15 times" in again
+    repeated = refit.rewritten(once, H200, [fit._replace(old=0.612, new=0.6, samples=15)])
+    assert repeated.count("refitted to") == 1
+    assert "refitted to 15 times" in repeated
 
 
 def test_rows_that_say_nothing_are_left_out():

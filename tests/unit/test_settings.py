@@ -47,14 +47,14 @@ def test_environment_pins(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [("matmul", "op=route pairs"), ("nope=x", "op 'nope' is not known"), ("dot=x", "has no route 'x'")],
 )
-def test_a_mistake_in_the_environment_raises_at_every_call(monkeypatch, value, said):
+def test_a_mistake_in_the_environment_raises_at_every_call(monkeypatch, value, message):
     monkeypatch.setenv("TURNOUT_PIN", value)
     settings.from_environment.cache_clear()
     for _ in range(2):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             turnout.dot(torch.ones(77), torch.ones(77))
 
 
@@ -98,16 +98,16 @@ def test_a_refused_pin_raises_and_says_why():
 
 
 def test_choices_in_many_threads_are_the_same():
-    found = []
+    results = []
 
     def work(route):
         with turnout.pin(matmul=route):
-            found.extend((route, turnout.matmul(A, B).item(), chosen()) for _ in range(200))
+            results.extend((route, turnout.matmul(A, B).item(), chosen()) for _ in range(200))
 
     threads = [
         threading.Thread(target=work, args=(route,)) for route in ("as-dot", "reference", "cpu-chunks") * 2
     ]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    assert len(found) == 1200
-    assert all(value == 4 and route == taken for route, value, taken in found)
+    assert len(results) == 1200
+    assert all(value == 4 and route == selected for route, value, selected in results)

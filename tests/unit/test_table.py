@@ -31,7 +31,7 @@ ROUTE = DOT.routes["cpu-chunks"]
 
 def row(length=4096, fast="cpu-chunks", **changes):
     us = {"reference": 10.0, "cpu-chunks": 20.0} | {fast: 1.0}
-    made = Row(
+    each_row = Row(
         op="dot",
         us=us,
         version={"cpu-chunks": ROUTE.version},
@@ -48,7 +48,7 @@ def row(length=4096, fast="cpu-chunks", **changes):
         versions=for_device("cpu"),
         machine=Device.of("cpu").machine,
     )
-    return replace(made, **changes)
+    return replace(each_row, **changes)
 
 
 def vectors(length=4096):
@@ -66,7 +66,7 @@ def verdict(length=4096):
     return explanation.chosen, explanation.authority
 
 
-def test_an_entry_made_here_is_taken():
+def test_rows_measured_here_are_used():
     assert verdict()[1] != "measured here"
     file = publish(row(), CPU)
     assert verdict() == ("cpu-chunks", "measured here")
@@ -80,7 +80,7 @@ def test_an_entry_made_here_is_taken():
     assert [f.name for f in file.parent.iterdir()] == [file.name]
 
 
-def test_shipped_rows_come_after_those_made_here(tmp_path, monkeypatch):
+def test_rows_measured_here_come_before_shipped_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "SHIPPED", tmp_path)
     export([row(fast="reference")], CPU, tmp_path / "cpu.json")
     assert verdict() == ("reference", "measured, shipped")
@@ -158,14 +158,14 @@ def test_a_configuration_that_is_not_offered_gives_way_only_for_another_triton(t
     assert other.config in list(route.configs(DOT.problem(*vectors()), H200))
 
 
-def test_siblings_stand_in():
+def test_sibling_cards_share_rows():
     a, b = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta")
         for shape in ((1, 50_000_000), (50_000_000, 1))
     )
-    found = turnout.explain("matmul", a, b, device="h100-sxm")
-    assert found.authority == "measured on a sibling, NVIDIA H200"
-    assert found.chosen == turnout.explain("matmul", a, b, device="h200").chosen
+    answer = turnout.explain("matmul", a, b, device="h100-sxm")
+    assert answer.authority == "measured on a sibling, NVIDIA H200"
+    assert answer.chosen == turnout.explain("matmul", a, b, device="h200").chosen
     assert turnout.explain("matmul", a, b, device="h100-pcie").authority == "model"
     assert [device.name for device in known_cards() if device.sibling] == ["NVIDIA H100 80GB HBM3"]
 
@@ -214,7 +214,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("damage", BAD, ids=BAD.keys())
-def test_damaged_entries_are_misses(damage):
+def test_damaged_rows_are_misses(damage):
     file = publish(row(), CPU)
     before = file.read_text()
     after = BAD[damage](before)
@@ -272,7 +272,7 @@ STRANGE = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("kind", STRANGE, ids=STRANGE.keys())
-def test_what_is_no_plain_file_is_a_miss(kind, monkeypatch):
+def test_files_that_are_not_regular_are_misses(kind, monkeypatch):
     file = publish(row(), CPU)
     monkeypatch.chdir(file.parent)  # names of sockets are short
     file.unlink()
@@ -321,17 +321,17 @@ def test_interpolation_is_on_a_logarithmic_scale():
         row(100, us={"reference": 10.0, "cpu-chunks": 1.0}),
         row(10_000, us={"reference": 1000.0, "cpu-chunks": 1.0}),
     ]
-    found = Table(measured, CPU, measured_on="here").lookup(DOT, DOT.problem(*vectors(1000)))
-    assert found.us["reference"] == pytest.approx(100.0)
+    actual = Table(measured, CPU, measured_on="here").lookup(DOT, DOT.problem(*vectors(1000)))
+    assert actual.us["reference"] == pytest.approx(100.0)
 
 
 def test_export_keeps_other_rows_and_is_one_row_a_line(tmp_path):
     path = tmp_path / "t.json"
     export([row(100), row(200)], CPU, path)
     export([row(200, fast="reference"), row(300)], CPU, path)
-    found = json.loads(path.read_text())
-    assert [r["problem"]["a"] for r in found["rows"]] == [[100], [200], [300]]
-    assert found["rows"][1]["us"]["reference"] == 1.0
+    actual = json.loads(path.read_text())
+    assert [r["problem"]["a"] for r in actual["rows"]] == [[100], [200], [300]]
+    assert actual["rows"][1]["us"]["reference"] == 1.0
     assert len(path.read_text().splitlines()) == 5
 
 
@@ -483,7 +483,7 @@ def test_no_mutated_row_raises(tmp_path, monkeypatch):
     assert misses > 1000
 
 
-def test_unreadable_says_what_is_wrong():
+def test_unreadable_rows_name_the_mistake():
     with pytest.raises(Unreadable, match="us is an object of 2, it needs to be an object of times"):
         Row.parse({**row().json(), "us": {"reference": "1", "cpu-chunks": 2.0}})
     with pytest.raises(Unreadable, match=r"dot.a_dtype is 16, it needs to be dtype"):

@@ -38,7 +38,7 @@ def shares(parts):
 
 
 @pytest.mark.usefixtures("thread_source")
-def test_every_part_once():
+def test_every_part_runs_once():
     assert shares(10) == [(0, 3), (3, 6), (6, 10)]
     assert shares(2) == [(0, 1), (1, 2)]
     assert shares(1) == [(0, 1)]
@@ -46,7 +46,7 @@ def test_every_part_once():
 
 
 @pytest.mark.usefixtures("thread_source")
-def test_failures_arrive():
+def test_exceptions_reach_the_caller():
     def work(first, last):
         if first:
             raise ValueError("not this one")
@@ -114,10 +114,10 @@ def test_from_several_threads_at_once():
 
     def many():
         for _ in range(50):
-            found = shares(10)
-            ends = [end for _, end in found]
-            if [first for first, _ in found] != [0, *ends[:-1]] or ends[-1] != 10:
-                wrong.append(found)
+            result = shares(10)
+            ends = [end for _, end in result]
+            if [first for first, _ in result] != [0, *ends[:-1]] or ends[-1] != 10:
+                wrong.append(result)
 
     callers = [threading.Thread(target=many) for _ in range(4)]
     for caller in callers:
@@ -128,7 +128,7 @@ def test_from_several_threads_at_once():
 
 
 @pytest.mark.usefixtures("thread_source")
-def test_nested():
+def test_nested_calls_run_every_part():
     seen = []
 
     def outer(first, last):
@@ -206,9 +206,9 @@ class Interrupter:
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 crashes when threads are traced")
 @pytest.mark.usefixtures("thread_source")
-@pytest.mark.parametrize("again", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize("repeated", [0, 1, 2, 3, 5])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_interrupted_at_any_bytecode(again):
+def test_interrupted_at_any_bytecode(repeated):
     """A call is complete or raises, and nothing runs any more when it is over. Where Python runs signal
     handlers, a call that is interrupted once raises, and has done all of its work or none."""
     parts, events = 6, 0
@@ -221,7 +221,7 @@ def test_interrupted_at_any_bytecode(again):
             time.sleep(0.0005)
             ended.extend(range(first, last))
 
-        interrupter, failure = Interrupter(events, again), None
+        interrupter, failure = Interrupter(events, repeated), None
         with interrupter:
             try:
                 threads.in_shares(work, parts)
@@ -229,7 +229,7 @@ def test_interrupted_at_any_bytecode(again):
                 failure = interruption
         complete, so_far = sorted(ended) == list(range(parts)), len(ended)
         assert failure is not None or complete, interrupter.place
-        if again == 0 and interrupter.is_real:
+        if repeated == 0 and interrupter.is_real:
             assert failure is not None, interrupter.place
             assert complete or not begun, interrupter.place
         if failure is not None:
@@ -242,8 +242,8 @@ def test_interrupted_at_any_bytecode(again):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 crashes when threads are traced")
-@pytest.mark.parametrize("again", [0, 1, 2, 3])
-def test_uninterrupted_at_any_bytecode(again):
+@pytest.mark.parametrize("repeated", [0, 1, 2, 3])
+def test_uninterrupted_at_any_bytecode(repeated):
     """The function runs once or not at all, and has ended when the call is over."""
     events = 0
     while True:
@@ -256,7 +256,7 @@ def test_uninterrupted_at_any_bytecode(again):
             ended.append(1)
             return "result"
 
-        interrupter, failure, result = Interrupter(events, again), None, None
+        interrupter, failure, result = Interrupter(events, repeated), None, None
         with interrupter:
             try:
                 result = threads.uninterrupted(function)
@@ -279,11 +279,11 @@ def test_uninterrupted_gives_what_the_function_gives():
 
 
 def test_uninterrupted_on_another_thread_is_a_plain_call():
-    found = []
-    other = threading.Thread(target=lambda: found.append(threads.uninterrupted(threading.get_ident)))
+    results = []
+    other = threading.Thread(target=lambda: results.append(threads.uninterrupted(threading.get_ident)))
     other.start()
     other.join()
-    assert found == [other.ident]
+    assert results == [other.ident]
 
 
 def test_uninterrupted_without_threads_to_be_had(monkeypatch):

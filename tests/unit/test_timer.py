@@ -6,18 +6,18 @@ import torch
 from turnout.measure.timer import _steadied, _summary, time_variants
 
 
-def test_a_quick_moment_of_the_host_is_not_its_time():
+def test_host_time_is_a_median_not_a_minimum():
     timing = _summary([5.0, 6.0, 7.0, 6.0], [16.0, 12.0, 16.0, 17.0])
     assert (timing.us, timing.host_us, timing.device_us) == (16.0, 16.0, 6.0)
     assert timing.iqr > 0  # the host's own spread
 
 
-def test_the_longer_part_is_felt():
+def test_call_time_is_the_longer_of_device_and_host():
     assert _summary([100.0, 300.0, 200.0], [16.0, 17.0, 18.0]).us == 200.0
     assert _summary([10.0, 30.0, 20.0, 20.0], [25.0]).us == 25.0  # a host that was asked once
 
 
-def test_on_a_cpu_there_is_one_part():
+def test_cpu_calls_have_one_time():
     calls = []
     timing = time_variants(
         {"sum": lambda x: calls.append(x.sum())},

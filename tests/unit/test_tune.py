@@ -23,9 +23,9 @@ def test_tuning_a_call_is_remembered_and_taken():
     assert row.code_hash == {"cpu-chunks": DOT.routes["cpu-chunks"].code_hash}
     assert row.versions["torch"] == torch.__version__
     assert row.machine["threads"] == torch.get_num_threads()
-    found = turnout.explain("dot", *SMALL)
-    assert found.authority == "measured here"
-    assert found.microseconds["cpu-chunks"] == row.us["cpu-chunks"]
+    verdict = turnout.explain("dot", *SMALL)
+    assert verdict.authority == "measured here"
+    assert verdict.microseconds["cpu-chunks"] == row.us["cpu-chunks"]
 
 
 def test_save_false_keeps_nothing():
@@ -75,7 +75,7 @@ def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (lambda a, b: torch.dot(a, b)[None], "shape is"),
         (lambda a, b: torch.dot(a, b).float(), "dtype is"),
@@ -83,16 +83,16 @@ def test_a_configuration_is_chosen_by_the_cards_time(monkeypatch):
         (lambda a, b: 1 / 0, "it failed: ZeroDivisionError"),
     ],
 )
-def test_every_kind_of_wrong_is_noticed(monkeypatch, broken, said):
+def test_every_kind_of_wrong_is_noticed(monkeypatch, broken, message):
     route = DOT.routes["cpu-chunks"]
     monkeypatch.setitem(
         DOT.routes, route.name, type(route)(route.name, broken, *list(vars(route).values())[2:7])
     )
-    with pytest.warns(turnout.TurnoutWarning, match=said):
+    with pytest.warns(turnout.TurnoutWarning, match=message):
         turnout.tune("dot", *SMALL, budget=1, progress=False, save=False)
 
 
-def test_the_budget_ends_it(monkeypatch):
+def test_tune_stops_when_the_budget_is_over(monkeypatch):
     cases = DOT.cases()[:4]
     monkeypatch.setattr(DOT, "cases", lambda: cases * 50)
     with pytest.warns(turnout.TurnoutWarning, match=r"0.1 s are over, \d+ of 200 calls were measured"):
@@ -173,7 +173,7 @@ def test_arguments_are_measured_as_they_come():
     assert [row.problem["input_strides"] for row in rows] == [list(x.stride())]
 
 
-def test_a_mistake_in_the_function_is_its_own():
+def test_exceptions_of_the_measured_function_are_raised():
     calls = []
     with pytest.raises(ZeroDivisionError):
         turnout.tune(during=lambda: 1 / 0, progress=False)
@@ -208,19 +208,19 @@ def test_a_call_that_cannot_be_measured_is_left_out(monkeypatch):
         assert turnout.tune(during=asked(5000), progress=False) == []
 
 
-def test_transforms_and_other_threads_are_not_in_its_way():
+def test_transforms_and_other_threads_are_left_alone():
     a = torch.randn(3, 5000, dtype=torch.bfloat16)
-    found = []
+    results = []
 
     def run():
-        found.append(torch.func.vmap(turnout.dot)(a, a))
+        results.append(torch.func.vmap(turnout.dot)(a, a))
         threads = [threading.Thread(target=asked(5000)) for _ in range(2)]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
 
     rows = turnout.tune(during=run, budget=5, progress=False, save=False)
     assert {row.problem["a"][0] for row in rows} <= {5000, 5001}
-    assert found[0].shape == (3,)
+    assert results[0].shape == (3,)
 
 
 def test_during_is_instead_of_arguments():

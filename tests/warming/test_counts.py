@@ -30,17 +30,17 @@ COUNTS = [
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     """The keys in Triton's cache of what a model launches."""
-    found = {}
+    results = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         card = card_named("h200")
 
         def keys_of(model, size):
-            if (model, size) not in found:
-                found[model, size] = {
+            if (model, size) not in results:
+                results[model, size] = {
                     look_up(launch_of(spec), card).key for spec in specs_of_race(model, size, None, card)
                 }
-            return found[model, size]
+            return results[model, size]
 
         yield keys_of
 

@@ -64,8 +64,8 @@ def check(warmed, calls):
 @pytest.mark.timeout(600)
 def test_first_calls_ask_for_exactly_what_warm_compiled(libcuda, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "OMP_NUM_THREADS": "1"}
-    check(compiled_ahead("h200"), first_calls("stand-in", **found))
+    results = {"TRITON_LIBCUDA_PATH": str(libcuda), "LD_LIBRARY_PATH": str(libcuda), "OMP_NUM_THREADS": "1"}
+    check(compiled_ahead("h200"), first_calls("stand-in", **results))
 
 
 @pytest.mark.gpu

@@ -105,18 +105,18 @@ def test_a_function_without_a_model_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("device", "said"),
+    ("device", "message"),
     [("cpu", "has no kernels to compile"), ("h2000", "did you mean"), (None, "no GPU is here")],
 )
-def test_devices_that_nothing_is_compiled_for(device, said):
+def test_devices_that_nothing_is_compiled_for(device, message):
     if device is None and torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         turnout.warm(norm(), X, device=device)
 
 
 @pytest.mark.parametrize(
-    ("size", "said"),
+    ("size", "message"),
     [
         ("huge", "has no size 'huge'"),
         ("480x832", "has 2 numbers"),
@@ -124,9 +124,9 @@ def test_devices_that_nothing_is_compiled_for(device, said):
         ("0x832x5", "a zero"),
     ],
 )
-def test_sizes_that_do_not_fit(size, said, card):
+def test_sizes_that_do_not_fit(size, message, card):
     pytest.importorskip("diffusers")
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         specs_of_race("wan-vae", size, None, card)
 
 
@@ -154,14 +154,14 @@ def test_a_kernel_that_does_not_compile_does_not_stop_the_others(cache, card):
     specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
     odd: Spec = specs[0]._replace(constants=tuple((name, 3) for name, _ in specs[0].constants))
     with Compiler() as compiler:
-        found = compile_specs(
+        result = compile_specs(
             compiler, [odd, *specs], card, jobs=1, check=False, progress=None, begun=time.perf_counter()
         )
-    assert len(found.named("compiled")) == 2
-    [failed] = found.named("failed")
+    assert len(result.named("compiled")) == 2
+    [failed] = result.named("failed")
     assert failed.name == odd.name
     assert failed.error
-    assert not found.ready
+    assert not result.ready
 
 
 def run(*words):
@@ -170,9 +170,9 @@ def run(*words):
 
 def test_the_command_ends_with_1_while_anything_is_missing(cache):
     pytest.importorskip("diffusers")
-    found = run("flux", "--size", "tiny", "--device", "h200", "--check", "--json")
-    assert found.exit_code == 1
-    row = json.loads(found.stdout)
+    result = run("flux", "--size", "tiny", "--device", "h200", "--check", "--json")
+    assert result.exit_code == 1
+    row = json.loads(result.stdout)
     assert not row["ready"]
     assert {kernel["state"] for kernel in row["kernels"]} == {"missing"}
 
@@ -188,7 +188,7 @@ def test_the_command_ends_with_2_for_what_cannot_be(words):
 
 def alive(group):
     """The processes of a group that still run."""
-    found = []
+    results = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -196,8 +196,8 @@ def alive(group):
             except OSError:
                 continue
             if int(process_group) == group and state != "Z":
-                found.append(int(folder.name))
-    return found
+                results.append(int(folder.name))
+    return results
 
 
 PROGRAM = """

@@ -70,11 +70,11 @@ def test_wheel_in_an_empty_environment(wheel, tmp_path):
     rows, file = done.stdout.split()
     assert int(rows) >= 18
     assert file.startswith(str(tmp_path))
-    said = subprocess.run(
+    message = subprocess.run(
         [str(python.with_name("turnout")), "doctor"],
         capture_output=True,
         text=True,
         timeout=300,
         cwd=tmp_path,
     )
-    assert said.returncode == 0, said.stdout + said.stderr
+    assert message.returncode == 0, message.stdout + message.stderr

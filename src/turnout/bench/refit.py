@@ -95,7 +95,8 @@ def load_rows(folder: Path, device: Device) -> list[dict[str, Any]]:
     files = sorted((folder / device.slug).glob("*.jsonl"))
     if not files:
         raise ValueError(
-            f"no rows of {device.name}: {folder / device.slug} has no .jsonl files; name the folder with --results"
+            f"no rows of {device.name}: {folder / device.slug} has no .jsonl files; "
+            "name the folder with --results"
         )
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
@@ -141,8 +142,10 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
         if best > last * (1 - 1e-4):
             break
     return [
-        Fit(section, name, old[name], values[name], math.exp(before), math.exp(best), len(samples)) for name in old if name in matters
-    ]  # fmt: skip
+        Fit(section, name, old[name], values[name], math.exp(before), math.exp(best), len(samples))
+        for name in old
+        if name in matters
+    ]
 
 
 def _most(constant: float) -> float:
@@ -170,7 +173,7 @@ def write(device: Device, fits: Sequence[Fit]) -> Path:
 
 
 def rewritten(text: str, device: Device, fits: Sequence[Fit]) -> str:
-    """The text of a device's file with new constants, and in the sources to how many times they were fitted."""
+    """The text of a device's file with new constants, and in its sources the number of fitted times."""
     changed = [fit for fit in fits if fit.new != fit.old]
     for section in dict.fromkeys(fit.section for fit in changed):
         start = text.index(f"[fitted.{section}]\n")

@@ -62,7 +62,15 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
         peers = {name.removeprefix("peer:"): us for name, us in row["us"].items() if name.startswith("peer:")}
         best = min(peers, key=peers.__getitem__)
         lines.add_row(
-            row["case"], row["dtype"], row["chosen"], f"{row['us']['turnout']:.1f}", best, f"{peers[best]:.1f}",
-            f"{gain(row):.2f}x", f"{of_bound(row):.0%}", f"{row['error']:.1e}", f"{row['reference_error']:.1e}",
-        )  # fmt: skip
+            row["case"],
+            row["dtype"],
+            row["chosen"],
+            f"{row['us']['turnout']:.1f}",
+            best,
+            f"{peers[best]:.1f}",
+            f"{gain(row):.2f}x",
+            f"{of_bound(row):.0%}",
+            f"{row['error']:.1e}",
+            f"{row['reference_error']:.1e}",
+        )
     console.print(lines)

@@ -42,8 +42,11 @@ def ceilings(device: torch.device) -> dict[str, float]:
     half = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) if cuda else torch.randn(1024, 1024)
     timings = time_variants(
         {"read": lambda: big.sum(), "copy": lambda: into.copy_(big), "matmul": lambda: half @ half},
-        [()], device, cache=known.cache, rounds=10,
-    )  # fmt: skip
+        [()],
+        device,
+        cache=known.cache,
+        rounds=10,
+    )
     size = 4 * big.numel()
     return {
         "read": 1e6 * size / timings["read"].us,
@@ -54,9 +57,14 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 @torch.no_grad()
 def sweep_case(
-    op: Op, case: Case, device: torch.device, ceiling: dict[str, float], seconds: float, tuned: list[Row] | None = None,
+    op: Op,
+    case: Case,
+    device: torch.device,
+    ceiling: dict[str, float],
+    seconds: float,
+    tuned: list[Row] | None = None,
     with_peers: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """One row: the call as it is routed, every route in the configuration it would get, and the peers. With
     `tuned`, the call is tuned first, and what both found of the routes is added to the list."""
     args = op.arguments(*case.make(device, 0))
@@ -100,8 +108,12 @@ def sweep_case(
     )  # first: timing may write into arguments
     timings = time_variants(
         {"turnout": op.call, **runs, **peers, **bounds},
-        rotating(args, known), device, cache=known.cache, seconds=seconds, rounds=max(20, int(200 * seconds)),
-    )  # fmt: skip
+        rotating(args, known),
+        device,
+        cache=known.cache,
+        seconds=seconds,
+        rounds=max(20, int(200 * seconds)),
+    )
     if tuned is not None and found is not None:
         found = pooled(found, {name: timing.us for name, timing in timings.items()})
         remember(found, known)
@@ -139,7 +151,8 @@ def pooled(row: Row, us: dict[str, float]) -> Row:
     measurements of a large convolution are a tenth apart, and one of them alone may find the wrong one the
     faster.
 
-    >>> pooled(Row("dot", {}, {"reference": 4.0, "two-stage": 2.0}), {"reference": 6.0, "two-stage": 3.0, "peer:torch.dot": 6.0}).us
+    >>> row = Row("dot", {}, {"reference": 4.0, "two-stage": 2.0})
+    >>> pooled(row, {"reference": 6.0, "two-stage": 3.0, "peer:torch.dot": 6.0}).us
     {'reference': 5.0, 'two-stage': 2.5}
     """
     return replace(row, us={name: round((one + us.get(name, one)) / 2, 3) for name, one in row.us.items()})
@@ -151,9 +164,15 @@ def versions(device_type: str) -> dict[str, str]:
 
 
 def sweep(
-    op: Op, cases: Sequence[Case], device: torch.device, ceiling: dict[str, float], *,
-    seconds: float = 1.0, tuned: list[Row] | None = None, with_peers: bool = True,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    op: Op,
+    cases: Sequence[Case],
+    device: torch.device,
+    ceiling: dict[str, float],
+    *,
+    seconds: float = 1.0,
+    tuned: list[Row] | None = None,
+    with_peers: bool = True,
+) -> Iterator[dict[str, Any]]:
     """A row for each case."""
     for case in cases:
         yield sweep_case(op, case, device, ceiling, seconds, tuned, with_peers)
@@ -207,11 +226,11 @@ def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
 def commit() -> str | None:
     """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or
     git's name for it, with a plus where files have changed since. None for an installed package."""
-    given = os.environ.get("TURNOUT_COMMIT")
-    if given or not (_HOME / ".git").exists():
-        return given
-    asked = ["git", "-C", str(_HOME), "describe", "--always", "--match=", "--dirty=+", "--abbrev=7"]
+    named = os.environ.get("TURNOUT_COMMIT")
+    if named or not (_HOME / ".git").exists():
+        return named
+    command = ["git", "-C", str(_HOME), "describe", "--always", "--match=", "--dirty=+", "--abbrev=7"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None

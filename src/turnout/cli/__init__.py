@@ -12,7 +12,10 @@ from turnout.cli.common import Commands, console
 
 app = typer.Typer(
     cls=Commands,
-    help="Every op down the fastest route that is right for its shape, dtype, layout and device: ask, measure, tune.",
+    help=(
+        "Every op down the fastest route that is right for its shape, dtype, layout and device: "
+        "ask, measure, tune."
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -15,8 +15,8 @@ def bench(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Ops; or [bold]router[/bold]: what routing costs; or [bold]refit[/bold]: the constants of cost models "
-            "beside the rows of a device; default: every op."
+            help="Ops; or [bold]router[/bold]: what routing costs; or [bold]refit[/bold]: the constants of "
+            "cost models beside the rows of a device; default: every op."
         ),
     ] = None,
     device: DeviceHere = None,
@@ -91,9 +91,17 @@ def bench(
 
 
 def _measure(
-    ops: list[Any], device: Any, only: str, missing: bool, seconds: float, out: Path | None, tuned: bool,
-    export: Path | None, peers: bool, json: bool,
-) -> list[dict[str, Any]]:  # fmt: skip
+    ops: list[Any],
+    device: Any,
+    only: str,
+    missing: bool,
+    seconds: float,
+    out: Path | None,
+    tuned: bool,
+    export: Path | None,
+    peers: bool,
+    json: bool,
+) -> list[dict[str, Any]]:
     """The rows of the ops' cases; each is shown and written as soon as it is there."""
     from turnout.bench import report, sweep
     from turnout.routing.device import Device

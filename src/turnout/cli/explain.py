@@ -70,7 +70,8 @@ def _options(words: list[str]) -> dict[str, str]:
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
         raise ValueError(
-            f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1"
+            f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: "
+            "--a 1,4096 --b 4096,1"
         )
     return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 

@@ -42,7 +42,8 @@ def race(
     profile: Annotated[
         bool,
         typer.Option(
-            help="One more call under the profiler: kinds of kernels, routes. Of several models, of the accelerated one only."
+            help="One more call under the profiler: kinds of kernels, routes. "
+            "Of several models, of the accelerated one only."
         ),
     ] = True,
     out: Annotated[
@@ -138,9 +139,17 @@ def race(
 
 
 def _race_ranks(
-    names: list[str], size: str, dtype: str | None, device: Any, ranks: int, engine: str, links: Path | None, rounds: int,
-    out: Path | None, json: bool,
-) -> None:  # fmt: skip
+    names: list[str],
+    size: str,
+    dtype: str | None,
+    device: Any,
+    ranks: int,
+    engine: str,
+    links: Path | None,
+    rounds: int,
+    out: Path | None,
+    json: bool,
+) -> None:
     """Each model on several ranks of one device."""
     import json as json_text
 

@@ -25,9 +25,15 @@ def _activation(name: str | None) -> str | None:
 
 
 def causal_conv1d_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None, initial_states: Tensor | None = None,
-    return_final_states: bool = False, final_states_out: Tensor | None = None, activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`turnout.causal_conv1d` as causal-conv1d spells it; "swish" is "silu". `final_states_out` is written
     and returned where given.
 
@@ -42,18 +48,28 @@ def causal_conv1d_fn(
             raise ValueError(f"final_states_out is {list(final_states_out.shape)}, it needs to be {shape}")
         refuse_write("causal_conv1d_fn", "final_states_out", final_states_out)
     found = causal_conv1d(
-        x, weight, bias, activation=_activation(activation), seq_idx=seq_idx, initial_states=initial_states,
+        x,
+        weight,
+        bias,
+        activation=_activation(activation),
+        seq_idx=seq_idx,
+        initial_states=initial_states,
         return_final_states=return_final_states,
-    )  # fmt: skip
+    )
     if isinstance(found, tuple) and final_states_out is not None:
         return found[0], final_states_out.copy_(found[1])
     return found
 
 
 def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None,
-    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
     """`turnout.causal_conv1d_update` as causal-conv1d spells it.
 
     >>> import torch

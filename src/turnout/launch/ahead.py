@@ -64,9 +64,13 @@ def specs_of(launches: Iterable[Launch]) -> list[Spec]:
 def _spec(launch: Launch) -> Spec:
     function = launch.kernel.fn
     return Spec(
-        f"{function.__module__}:{function.__qualname__}", tuple(map(_operand, launch.tensors)), tuple(launch.numbers),
-        tuple(launch.constants.items()), launch.warps, tuple(launch.options.items()),
-    )  # fmt: skip
+        f"{function.__module__}:{function.__qualname__}",
+        tuple(map(_operand, launch.tensors)),
+        tuple(launch.numbers),
+        tuple(launch.constants.items()),
+        launch.warps,
+        tuple(launch.options.items()),
+    )
 
 
 def _operand(x: Any) -> Address | Block | None:

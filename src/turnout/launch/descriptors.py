@@ -107,7 +107,7 @@ def encode(pattern: Any, address: int, kernel: Any, index: int) -> list[Any]:
 
 @functools.cache
 def _encoder() -> tuple[Any, tuple[None, ...]]:
-    """Triton's own encoder, and what it takes that only other backends need: one more argument from 3.8 on."""
+    """Triton's own encoder, and the arguments that only its other backends need: from 3.8 on one more."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return make_tensordesc_arg, (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)

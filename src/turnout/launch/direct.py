@@ -24,7 +24,7 @@ Launcher = Callable[[int, int, Sequence[Any]], None]
 
 
 class DirectLauncher(NamedTuple):
-    """`run(programs, stream, arguments)` launches `kernel`; None where Triton's launcher is not one we know."""
+    """`run(programs, stream, arguments)` launches `kernel`; None if Triton's launcher is not one we know."""
 
     kernel: Any
     run: Launcher | None

@@ -42,10 +42,16 @@ class Launch(NamedTuple):
 
 
 def launch(
-    kernel: Any, programs: int, tensors: tuple[Any, ...], numbers: tuple, constants: Mapping[str, Any],
-    *, warps: int, **options: Any,
-) -> None:  # fmt: skip
-    """Run `programs` programs of a kernel on the current stream of the first tensor's device: see `Launch`."""
+    kernel: Any,
+    programs: int,
+    tensors: tuple[Any, ...],
+    numbers: tuple,
+    constants: Mapping[str, Any],
+    *,
+    warps: int,
+    **options: Any,
+) -> None:
+    """Run `programs` programs of a kernel on the current stream of the first tensor's device: `Launch`."""
     start(Launch(kernel, programs, tensors, numbers, constants, warps, options))
 
 
@@ -129,7 +135,7 @@ def _argument_count(tensors: tuple[Any, ...]) -> int:
 
 
 def _arguments(tensors: tuple[Any, ...], kernel: Any) -> list[Any]:
-    """Addresses of tensors; of descriptors what Triton makes of them, which is the same for the same address."""
+    """Addresses of tensors; for a descriptor its encoding by Triton, which depends on the address alone."""
     arguments: list[Any] = []
     descriptors = 0
     for x in tensors:

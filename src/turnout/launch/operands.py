@@ -38,7 +38,9 @@ def without_copies(ptx: str) -> str:
     """PTX in which products read the registers that were copied for them. A copy that anything else reads
     stays.
 
-    >>> print(without_copies("mov.b32 %r2, %r1;\\nmov.b32 %r4, %r3;\\nwgmma.mma_async {%r9}, {%r2};\\nadd.s32 %r5, %r4, 1;"))
+    >>> copies = "mov.b32 %r2, %r1;\\nmov.b32 %r4, %r3;"
+    >>> uses = "wgmma.mma_async {%r9}, {%r2};\\nadd.s32 %r5, %r4, 1;"
+    >>> print(without_copies(f"{copies}\\n{uses}"))
     <BLANKLINE>
     mov.b32 %r4, %r3;
     wgmma.mma_async {%r9}, {%r1};
@@ -72,7 +74,7 @@ _KEY = hashlib.sha256(inspect.getsource(without_copies).encode()).hexdigest()
 
 
 def _hook(self=None, stages=None, options=None, language=None, capability=None) -> Any:
-    """What Triton calls to let others change its stages; without arguments, to ask what to add to its keys."""
+    """Change Triton's compilation stages; called without arguments, return what to add to its cache keys."""
     if stages is None:
         return f"-turnout-{_KEY[:16]}", _KEY
     make_ptx = stages["ptx"]

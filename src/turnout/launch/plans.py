@@ -24,7 +24,7 @@ _ALIGNMENT = 16  # bytes: compiled kernels and plans may count on it
 
 
 class Workspace(NamedTuple):
-    """Memory that launches share, and what makes it for another call; without that a new tensor is allocated."""
+    """Memory that launches share, and the function that allocates it for other calls (None: a new tensor)."""
 
     tensor: Tensor
     make: Callable[[], Tensor] | None = None
@@ -196,9 +196,14 @@ class _PreparedPlan:
         launches = [
             tuple([x and (x.position, x.offset, x.pattern is not None) for x in each]) for each in operands
         ]
-        self.call = _maker(_Form(len(args), len(self.allocators), outputs, card is not None, tuple(launches)))(
-            self, prepared.run_route, functools.partial(prepared.keeping, self.launch_by_triton), card and card.index
-        )  # fmt: skip
+        self.call = _maker(
+            _Form(len(args), len(self.allocators), outputs, card is not None, tuple(launches))
+        )(
+            self,
+            prepared.run_route,
+            functools.partial(prepared.keeping, self.launch_by_triton),
+            card and card.index,
+        )
 
     def constants(self, n: int) -> tuple:
         """What the `n`-th kernel takes besides tensors."""
@@ -261,16 +266,21 @@ def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
             if x is not None and x[2]
         ]
     scope = {
-        "hooks": hooks, "on_device": torch.cuda.device, "encode": encode,
+        "hooks": hooks,
+        "on_device": torch.cuda.device,
+        "encode": encode,
         "current_device": getattr(torch._C, "_cuda_getDevice", None),
         "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
-    }  # fmt: skip
+    }
     before, body = "".join(f"\n    {line}" for line in fixed), "".join(f"\n        {line}" for line in lines)
-    exec(f"""
+    exec(
+        f"""
 def make(plan, run_route, launch_by_triton, index):{before}
     def call({arguments}):{body}
     return call
-""", scope)  # fmt: skip
+""",
+        scope,
+    )
     return scope["make"]  # pyright: ignore[reportReturnType]
 
 
@@ -278,7 +288,8 @@ def _addresses(positions: list[int], arguments: str) -> Iterator[str]:
     """Code that asks for the addresses of tensors, and leaves those that are not aligned to the route."""
     if positions:
         yield from [f"at{i} = x{i}.data_ptr()" for i in positions]
-        yield f"if ({' | '.join(f'at{i}' for i in positions)}) & {_ALIGNMENT - 1}: return run_route({arguments})"
+        addresses = " | ".join(f"at{i}" for i in positions)
+        yield f"if ({addresses}) & {_ALIGNMENT - 1}: return run_route({arguments})"
 
 
 def _launch_lines(n: int, operands: tuple[tuple[int, int, bool] | None, ...]) -> Iterator[str]:
@@ -291,8 +302,9 @@ def _launch_lines(n: int, operands: tuple[tuple[int, int, bool] | None, ...]) ->
         position, offset, is_descriptor = operand
         address = f"at{position} + {offset}" if offset else f"at{position}"
         if is_descriptor:
-            looked_up = f"pattern{n}_{i}.encoded.get({address})"
-            yield f"map{i} = {looked_up} or encode(pattern{n}_{i}, {address}, launchers[{n}].kernel, {descriptors})"
+            pattern = f"pattern{n}_{i}"
+            encoding = f"encode({pattern}, {address}, launchers[{n}].kernel, {descriptors})"
+            yield f"map{i} = {pattern}.encoded.get({address}) or {encoding}"
             address, descriptors = f"*map{i}", descriptors + 1
         taken.append(address)
     yield f"launchers[{n}].run(programs{n}, stream, ({''.join(f'{x}, ' for x in taken)}*constants{n}))"

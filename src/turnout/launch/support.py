@@ -43,7 +43,10 @@ def fast_launch() -> str | None:
     if versions.triton() is None:
         return "Triton is not installed"
     if launcher_kind() is None:
-        return f"the launcher of Triton {versions.triton()} is not one that turnout knows; launches take 10 to 20 us more"
+        return (
+            f"the launcher of Triton {versions.triton()} is not one that turnout knows; "
+            "launches take 10 to 20 us more"
+        )
     return None
 
 

@@ -42,10 +42,10 @@ def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
             run(*args)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                found = run(*args)
-            kept[key] = graph, found
-        graph, found = kept[key]
+                outputs = run(*args)
+            kept[key] = graph, outputs
+        graph, outputs = kept[key]
         graph.replay()
-        return found
+        return outputs
 
     return call

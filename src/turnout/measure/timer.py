@@ -77,9 +77,14 @@ def _synchronize(device: torch.device) -> None:
 
 
 def time_variants(
-    variants: Mapping[str, Callable[..., Any]], inputs: Sequence[tuple], device: torch.device, *,
-    cache: int = 0, rounds: int = 30, seconds: float = 2.0,
-) -> dict[str, Timing]:  # fmt: skip
+    variants: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[tuple],
+    device: torch.device,
+    *,
+    cache: int = 0,
+    rounds: int = 30,
+    seconds: float = 2.0,
+) -> dict[str, Timing]:
     """Time each variant on the given sets of inputs, taking turns.
 
     `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each
@@ -110,7 +115,7 @@ def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
             samples[name].append(1e6 * (time.perf_counter() - before))
         if i >= 2 and time.perf_counter() > end:
             break
-    return {name: _summary(taken, [0.0]) for name, taken in samples.items()}
+    return {name: _summary(times, [0.0]) for name, times in samples.items()}
 
 
 def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Timing]:
@@ -143,7 +148,7 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
                     host[name].append(_host_time(run, args, samples[name][-1]))
             if i >= 2 and time.perf_counter() > end:
                 break
-    hosts = _steadied({name: taken for name, taken in host.items() if len(taken) == len(samples[name])})
+    hosts = _steadied({name: times for name, times in host.items() if len(times) == len(samples[name])})
     return {name: _summary(samples[name], hosts.get(name, host[name])) for name in variants}
 
 
@@ -153,12 +158,12 @@ def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     each is at one speed or the other by chance. The times of one variant alone say nothing of the host's
     speed and stay as they are."""
     if len(host_us) < 2:
-        return {name: list(taken) for name, taken in host_us.items()}
-    rounds = [statistics.geometric_mean(taken) for taken in zip(*host_us.values(), strict=True)]
+        return {name: list(times) for name, times in host_us.items()}
+    rounds = [statistics.geometric_mean(times) for times in zip(*host_us.values(), strict=True)]
     usual = statistics.median(rounds)
     return {
-        name: [us * usual / speed for us, speed in zip(taken, rounds, strict=True)]
-        for name, taken in host_us.items()
+        name: [us * usual / speed for us, speed in zip(times, rounds, strict=True)]
+        for name, times in host_us.items()
     }
 
 

@@ -42,10 +42,16 @@ SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how man
 
 
 def tune(
-    op: str | Callable[..., Any] | Sequence[str] | None = None, *args: Any,
-    during: Callable[[], Any] | None = None, again: bool = False, budget: float = 60.0, device: str | torch.device | None = None,
-    save: bool = True, progress: bool = True, **kwargs: Any,
-) -> list[Row]:  # fmt: skip
+    op: str | Callable[..., Any] | Sequence[str] | None = None,
+    *args: Any,
+    during: Callable[[], Any] | None = None,
+    again: bool = False,
+    budget: float = 60.0,
+    device: str | torch.device | None = None,
+    save: bool = True,
+    progress: bool = True,
+    **kwargs: Any,
+) -> list[Row]:
     """Measure the routes of one call, of what a model calls, of an op's cases, or of every op's cases, and
     keep the times for this machine.
 
@@ -71,14 +77,15 @@ def tune(
     if during is not None:
         if args or kwargs:
             raise TypeError(
-                "tune was given the arguments of a call and during=; it measures either that call or those of a function"
+                "tune was given the arguments of a call and during=; "
+                "it measures either that call or those of a function"
             )
         return _during(
             during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress
         )
     if op is not None and (args or kwargs):
-        known, made = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
-        calls = [(known, known.name, lambda: made)]
+        known, call_args = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
+        calls = [(known, known.name, lambda: call_args)]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         cases = [(o, case) for o in _named(op) for case in o.cases()]
@@ -173,8 +180,11 @@ def _during(
         forget_tables()
         forget_choices()
     if left_out:
-        said = f"{budget:g} s are over, {len(rows)} calls were measured and {left_out} were not; asked again, it goes on with those"
-        warnings.warn(f"turnout.tune: {said}", TurnoutWarning, stacklevel=3)
+        message = (
+            f"turnout.tune: {budget:g} s are over, {len(rows)} calls were measured and {left_out} were not; "
+            "asked again, it goes on with those"
+        )
+        warnings.warn(message, TurnoutWarning, stacklevel=3)
     return rows
 
 
@@ -212,8 +222,8 @@ def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = 
             if len(sound) > 1
             else None
         )
-        # By the card's part: the host takes the same time for all of them, and its moods would decide.
-        name = min(timings, key=lambda n, found=timings: found[n].device_us) if timings else next(iter(sound))
+        # By GPU time: host time is the same for all configurations, so only its noise would differ.
+        name = min(timings, key=lambda n, t=timings: t[n].device_us) if timings else next(iter(sound))
         run, best[route.name] = sound[name]
         runs[route.name] = op.with_runtime_checks(
             run, args

@@ -41,9 +41,9 @@ def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
         copy(x) if name in op.mutates and isinstance(x, Tensor) else x
         for name, x in zip(op.signature.parameters, args, strict=True)
     )
-    found = run(*args)
+    result = run(*args)
     written = tuple(x for name, x in zip(op.signature.parameters, args, strict=True) if name in op.mutates)
-    returned = () if found is None else found if isinstance(found, (tuple, list)) else (found,)
+    returned = () if result is None else result if isinstance(result, (tuple, list)) else (result,)
     return (*returned, *written)
 
 
@@ -79,7 +79,7 @@ def relative_error(output: Tensor, true: Tensor) -> float:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """A tensor in parts of at most 2^28 numbers or so: in float64 a whole video would not fit beside itself."""
+    """Split a tensor into parts of about 2^28 numbers: a whole video in float64 would take too much room."""
     if not x.numel() or not x.dim():
         return (x,)
     axis = max(range(x.dim()), key=lambda dim: x.shape[dim])
@@ -120,8 +120,8 @@ class Trial:
 
         Shape, dtype and strides belong to every promise.
         """
-        found = [outputs(self.op, run, self._drawn(i)) for i in range(self.draws)]
-        for output, reference in zip(found, self.expected, strict=True):
+        drawn_outputs = [outputs(self.op, run, self._drawn(i)) for i in range(self.draws)]
+        for output, reference in zip(drawn_outputs, self.expected, strict=True):
             if len(output) != len(reference):
                 return f"{len(output)} outputs, the reference gives {len(reference)}"
             why = next(
@@ -137,7 +137,7 @@ class Trial:
         if numerics != "close":
             return None
         for output, reference, true in zip(
-            *(map(_stacked, zip(*parts, strict=True)) for parts in (found, self.expected, self.true)),
+            *(map(_stacked, zip(*parts, strict=True)) for parts in (drawn_outputs, self.expected, self.true)),
             strict=True,
         ):
             why = self.too_far(output, reference, true)
@@ -160,8 +160,8 @@ class Trial:
 
     def error(self, run: Callable[..., Any]) -> float:
         """The relative error of a run's first output against float64."""
-        found = [outputs(self.op, run, self._drawn(i))[0] for i in range(self.draws)]
-        return relative_error(_stacked(found), _stacked(true[0] for true in self.true))
+        drawn_outputs = [outputs(self.op, run, self._drawn(i))[0] for i in range(self.draws)]
+        return relative_error(_stacked(drawn_outputs), _stacked(true[0] for true in self.true))
 
 
 def rolled(x: Tensor, by: int) -> Tensor:

@@ -271,7 +271,7 @@ def broadcast(
 
 
 def empty_resized(like: Tensor, dim: int, size: int) -> Tensor:
-    """Memory for a tensor like this one, longer or shorter along one dimension, with its order of dimensions."""
+    """Allocate a tensor as this one but of another size along one dimension, with the same memory order."""
     shape = list(like.shape)
     shape[dim] = size
     strides = strides_resized(tuple(like.shape), like.stride(), dim, size)
@@ -287,8 +287,10 @@ def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, 
     """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart.
     Those of dimensions of size one count too, since routes are chosen by them.
 
-    >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4), strides_resized((1, 8, 1, 2, 3), (8, 1, 8, 24, 8), 3, 4)
-    ((96, 1, 96, 24, 8), (8, 1, 8, 24, 8))
+    >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4)
+    (96, 1, 96, 24, 8)
+    >>> strides_resized((1, 8, 1, 2, 3), (8, 1, 8, 24, 8), 3, 4)
+    (8, 1, 8, 24, 8)
     """
     dim %= len(shape)
     step, found = strides[dim] if shape[dim] > 1 else _step_of_one(shape, strides, dim), list(strides)

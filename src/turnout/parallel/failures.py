@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class RankFailed(RuntimeError):
-    """Another rank raised an exception, ended or did not answer in time: this rank's call cannot be finished."""
+    """This rank's call cannot be finished: another rank raised an exception, ended or did not answer."""
 
 
 class RanksDiffer(RuntimeError):

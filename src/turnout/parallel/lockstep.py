@@ -26,7 +26,8 @@ class Lockstep:
     >>> def next_one(engine):
     ...     got = torch.empty(1)
     ...     other = (engine.rank + 1) % engine.ranks
-    ...     engine.exchange([(other, torch.tensor([float(engine.rank)]))], [((engine.rank - 1) % engine.ranks, got)])
+    ...     sends = [(other, torch.tensor([float(engine.rank)]))]
+    ...     engine.exchange(sends, [((engine.rank - 1) % engine.ranks, got)])
     ...     return got.item()
     >>> Lockstep(3).run(next_one)
     [2.0, 0.0, 1.0]
@@ -103,7 +104,7 @@ class _Step:
         sender = key[0]
         in_time = self.turn.wait_for(
             lambda: key in self.messages or self.failure is not None or sender in self.ended, self.timeout
-        )  # fmt: skip
+        )
         if self.failure is not None:
             raise RankFailed(
                 f"another rank raised {type(self.failure).__name__}: {self.failure}"

@@ -21,15 +21,41 @@ _NORMS = {torch.group_norm, F.group_norm}
 _PADS = {F.pad, torch._C._nn.pad}  # pyright: ignore[reportAttributeAccessIssue]
 _MEANS = {torch.mean, Tensor.mean}
 _SHAPES = {
-    Tensor.permute, Tensor.reshape, Tensor.view, Tensor.transpose, Tensor.flatten, Tensor.unflatten, Tensor.contiguous,
-    torch.permute, torch.reshape, torch.transpose, torch.flatten, torch.unflatten,
-}  # fmt: skip
+    Tensor.permute,
+    Tensor.reshape,
+    Tensor.view,
+    Tensor.transpose,
+    Tensor.flatten,
+    Tensor.unflatten,
+    Tensor.contiguous,
+    torch.permute,
+    torch.reshape,
+    torch.transpose,
+    torch.flatten,
+    torch.unflatten,
+}
 _MIXING: set[Callable[..., Any]] = {
-    F.scaled_dot_product_attention, F.avg_pool2d, F.avg_pool3d, F.max_pool2d, F.max_pool3d, F.adaptive_avg_pool2d,
-    F.adaptive_avg_pool3d, F.adaptive_max_pool2d, F.adaptive_max_pool3d, F.conv_transpose2d, F.conv_transpose3d,
-    torch.conv_transpose2d, torch.conv_transpose3d, F.batch_norm, torch.batch_norm, F.instance_norm,
-    torch.instance_norm, F.unfold, F.fold, F.grid_sample,
-}  # fmt: skip
+    F.scaled_dot_product_attention,
+    F.avg_pool2d,
+    F.avg_pool3d,
+    F.max_pool2d,
+    F.max_pool3d,
+    F.adaptive_avg_pool2d,
+    F.adaptive_avg_pool3d,
+    F.adaptive_max_pool2d,
+    F.adaptive_max_pool3d,
+    F.conv_transpose2d,
+    F.conv_transpose3d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    F.batch_norm,
+    torch.batch_norm,
+    F.instance_norm,
+    torch.instance_norm,
+    F.unfold,
+    F.fold,
+    F.grid_sample,
+}
 
 
 class SplitMode(TorchFunctionMode):

@@ -187,7 +187,7 @@ class Split:
             self.halos[y] = halo
 
     def fill_border(self, body: Tensor, axis: int, edge: int, mode: str) -> bool:
-        """The pixels beside this rank's part in a buffer with room for `edge` of them, along the split axis."""
+        """Write the `edge` pixels on each side of this rank's part into a buffer that has room for them."""
         if axis != 5 + self.exchange.axis:
             return False
         if edge:
@@ -226,19 +226,19 @@ class Split:
 
     def _first(self, name: str, kind: tuple, way: Way, args: tuple) -> Any:
         """The first call of a kind: on all ranks, find out whether parts may be computed by themselves."""
-        found: Any = None
+        of_part: Any = None
         expected: Any = None
         known = way.is_known or self.exchange.engine.is_alone
         tried = list(args)
         if not known and way.written is not None:
             tried[way.written] = args[way.written].clone()  # what is read may be what is written
         try:
-            found, same = way.part(*tried), True
+            of_part, same = way.part(*tried), True
         except PartRefused:
             same = False
         if not known:
             expected = way.whole(*args)
-            results = (found, expected) if way.written is None else (tried[way.written], args[way.written])
+            results = (of_part, expected) if way.written is None else (tried[way.written], args[way.written])
             same = same and same_bits(*results)
             if isinstance(expected, Tensor):
                 self.strides[kind] = expected.stride()
@@ -249,12 +249,12 @@ class Split:
         if not same:
             self.counts[f"whole: {name}"] += 1
         if known:
-            return found if same else way.whole(*args)
+            return of_part if same else way.whole(*args)
         return expected
 
     def _convolution(
         self, op: Op, args: tuple, chosen: str | None = None, *, axis: int | None = None, margin: int = 0
-    ) -> tuple[Any, Way]:  # fmt: skip
+    ) -> tuple[Any, Way]:
         """axis: of the split, where it is not the usual one. margin: halo rows that stand around the input in
         the place of so much padding."""
         exchange, names = self.exchange, list(op.signature.parameters)
@@ -299,48 +299,50 @@ class Split:
         seen = [at["input"], *([] if cache_at is None else [cache_at])]  # what a window slides over
 
         def part(*args: Any) -> Tensor:
-            given = list(args)
+            operands = list(args)
             if not is_padded and (reach or padding):
                 extra = grain - 1 if off_grain else 0
                 for i in seen:
-                    if given[i] is not None:
-                        given[i] = self._with_halo(given[i], before + extra, after + extra)
-                numbers = list(given[at["padding"]])
+                    if operands[i] is not None:
+                        operands[i] = self._with_halo(operands[i], before + extra, after + extra)
+                numbers = list(operands[at["padding"]])
                 numbers[axis] = 0
-                given[at["padding"]] = numbers
+                operands[at["padding"]] = numbers
                 if off_grain:
                     assert own_size is not None
                     begin, end = own_size
                     early = begin % grain
                     late = min(-(-end // grain) * grain, outer) - end
                     for i in seen:
-                        if given[i] is not None:
-                            size = given[i].shape[axis]
-                            given[i] = given[i].narrow(axis, extra - early, size - 2 * extra + early + late)
-                    beside = given[at["residual"]]
+                        if operands[i] is not None:
+                            size = operands[i].shape[axis]
+                            operands[i] = operands[i].narrow(
+                                axis, extra - early, size - 2 * extra + early + late
+                            )
+                    beside = operands[at["residual"]]
                     if beside is not None:
                         wide = exchange.halo(beside, extra, extra)
-                        given[at["residual"]] = wide.narrow(
+                        operands[at["residual"]] = wide.narrow(
                             axis, extra - early, beside.shape[axis] + early + late
                         )
-                    y = run(tuple(given))
+                    y = run(tuple(operands))
                     return dense(y.narrow(axis, early, end - begin), y, axis)
-            return run(tuple(given))
+            return run(tuple(operands))
 
         def whole(*args: Any) -> Tensor:
-            given = list(args)
+            operands = list(args)
             for i in seen:
                 if margin:
-                    x = given[i].narrow(axis, margin, given[i].shape[axis] - 2 * margin)
-                    given[i] = exchange.all_gather(dense(x, given[i], axis), axis)
-                elif given[i] is not None:
-                    given[i] = self._whole(given[i])
+                    x = operands[i].narrow(axis, margin, operands[i].shape[axis] - 2 * margin)
+                    operands[i] = exchange.all_gather(dense(x, operands[i], axis), axis)
+                elif operands[i] is not None:
+                    operands[i] = self._whole(operands[i])
             if margin:
-                given[at["padding"]] = list(_resized(given[at["padding"]], axis, margin))
-            if given[at["residual"]] is not None:
-                given[at["residual"]] = exchange.all_gather(given[at["residual"]], axis)
+                operands[at["padding"]] = list(_resized(operands[at["padding"]], axis, margin))
+            if operands[at["residual"]] is not None:
+                operands[at["residual"]] = exchange.all_gather(operands[at["residual"]], axis)
             with self.plainly():
-                y = op.reference(*given) if chosen == REFERENCE else op(*given)
+                y = op.reference(*operands) if chosen == REFERENCE else op(*operands)
             return dense(exchange.own(y, axis), y, axis)
 
         return (op.name, chosen, problem), Way(part, whole, is_known)
@@ -355,7 +357,8 @@ class Split:
         high = padding[axis]
         if weight.shape[axis] != 2 * high + 1 or high > scale:
             raise NotImplementedError(
-                f"an upsampling with a kernel of {weight.shape[axis]} and padding {high} in a distributed model"
+                f"an upsampling with a kernel of {weight.shape[axis]} and padding {high} "
+                "in a distributed model"
             )
         before, after = (
             0 if rank == end else 1 for rank, end in ((exchange.rank, 0), (exchange.rank, exchange.ranks - 1))
@@ -386,14 +389,14 @@ class Split:
             return run(args)
 
         def whole(*args: Any) -> Any:
-            given = list(args)
+            operands = list(args)
             for i in split:
-                given[i] = self.room_of_all(given[i]) if i == written else self.gathered(given[i])
+                operands[i] = self.room_of_all(operands[i]) if i == written else self.gathered(operands[i])
             with self.plainly():
-                y = op(*given)
+                y = op(*operands)
             if written is None:
                 return self._own(y)
-            args[written].copy_(exchange.own(given[written]))
+            args[written].copy_(exchange.own(operands[written]))
             return None
 
         return (op.name, problem), Way(part, whole, is_known and grain == 1, written)
@@ -424,7 +427,8 @@ class Split:
                 reasons = list(route.refuses(op.problem(*args), device))
                 if reasons:
                     raise PartRefused(
-                        f"turnout.{op.name}: route {route.name!r} takes the whole call, and refuses this rank's part: {'; '.join(reasons)}"
+                        f"turnout.{op.name}: route {route.name!r} takes the whole call, "
+                        f"and refuses this rank's part: {'; '.join(reasons)}"
                     )
                 prepared = ready[facts] = route.prepared(args, config).call
             return prepared(*args)

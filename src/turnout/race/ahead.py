@@ -48,12 +48,13 @@ def _numbers(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]]:
     full = racer.sizes["full"]
     if not words or not all(word.isdigit() for word in words):
         raise ValueError(
-            f"{name} has no size {size!r}; one of: {', '.join(racer.sizes)}, or numbers like {'x'.join(map(str, full))}"
+            f"{name} has no size {size!r}; one of: {', '.join(racer.sizes)}, "
+            f"or numbers like {'x'.join(map(str, full))}"
         )
     numbers = tuple(map(int, words))
     if len(numbers) != len(full) or 0 in numbers:
         raise ValueError(
-            f"size {size!r} has {len(numbers)} numbers{' and a zero' if 0 in numbers else ''}, {name} needs {len(full)} "
-            f"from 1 up {racer.axes}: {'x'.join(map(str, full))} is its full one"
+            f"size {size!r} has {len(numbers)} numbers{' and a zero' if 0 in numbers else ''}, "
+            f"{name} needs {len(full)} from 1 up {racer.axes}: {'x'.join(map(str, full))} is its full one"
         )
     return "full", numbers

@@ -17,22 +17,46 @@ import torch
 
 from turnout.routing.op import Op, watched
 
-# The first kind whose word is in a kernel's name. Names are cuDNN's, cuBLAS's, torch's, and those of turnout's own kernels.
+# A kernel is of the first kind that has one of its words in the kernel's name. The names are those of cuDNN,
+# cuBLAS, torch and turnout.
 KINDS = {
     "layout": ("nchwtonhwc", "nhwctonchw", "nchw2nhwc", "nhwc2nchw", "contiguous", "to_copy"),
     "attention": ("flash", "fmha", "attention", "sdpa", "attend"),
     "norm": ("norm", "moments", "rms_", "welford"),
-    "conv": ("fprop", "conv", "implicit_gemm", "narrow_out", "xmma_new", "upsample_gemm", "cutlass__5x_cudnn", "cudnn_generated"),
+    "conv": (
+        "fprop",
+        "conv",
+        "implicit_gemm",
+        "narrow_out",
+        "xmma_new",
+        "upsample_gemm",
+        "cutlass__5x_cudnn",
+        "cudnn_generated",
+    ),
     "gemm": ("gemm", "nvjet", "cublas", "linear", "addmm", "::mm", "bmm", "matmul", "cutlass"),
     "copy": ("copy", "memcpy", "catarray", "::cat", "clone", "pad", "im2col", "col2im"),
     "fill": ("fill", "memset", "zero", "::empty"),
     "scan": ("scan", "selective"),
     "resample": ("upsample", "interpolate", "nearest"),
     "reduce": ("reduce", "::sum", "::mean", "softmax"),
-    "elementwise": ("elementwise", "::mul", "::add", "::silu", "::sigmoid", "::div", "::sub", "::pow", "::rsqrt", "::clamp", "::exp"),
+    "elementwise": (
+        "elementwise",
+        "::mul",
+        "::add",
+        "::silu",
+        "::sigmoid",
+        "::div",
+        "::sub",
+        "::pow",
+        "::rsqrt",
+        "::clamp",
+        "::exp",
+    ),
 }
 
-LAUNCH = re.compile("(cuda|cu|hip)[A-Z]")  # how calls of the driver are named: cudaLaunchKernel, cuLaunchKernelEx, hipLaunchKernel
+LAUNCH = re.compile(
+    "(cuda|cu|hip)[A-Z]"
+)  # how calls of the driver are named: cudaLaunchKernel, cuLaunchKernelEx, hipLaunchKernel
 
 
 def kind_of(name: str) -> str:
@@ -84,11 +108,13 @@ class Trace:
         for kernel in self.kernels:
             spent[kernel.name] += kernel.length
             often[kernel.name] += 1
-        return [(name, often[name], ms) for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:count]]
+        return [
+            (name, often[name], ms) for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:count]
+        ]
 
 
 def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Trace:
-    """Run once under torch's profiler; `routes`: whether routed ops are called, and which of them is to be known."""
+    """Run once under torch's profiler; with `routes`, record also which route each routed op took."""
     from torch.profiler import ProfilerActivity, profile
 
     on_gpu = device.type == "cuda"
@@ -106,12 +132,18 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
                 profiler.stop()
     events = list(profiler.events() or [])
     wanted = "CUDA" if on_gpu else "CPU"
-    # A range repeats its kernels on a GPU; on a CPU it has time of its own, that of kernels which torch does not know.
+    # A range repeats its kernels on a GPU; on a CPU its own time is that of kernels torch does not know.
     repeats = set(why) if on_gpu else set()
     kernels = [
-        Kernel(event.name, event.time_range.start / 1e3, (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3)
+        Kernel(
+            event.name,
+            event.time_range.start / 1e3,
+            (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3,
+        )
         for event in events
-        if event.device_type.name == wanted and event.name not in repeats and not event.name.startswith(("ProfilerStep", "cuda", "cudnn::"))
+        if event.device_type.name == wanted
+        and event.name not in repeats
+        and not event.name.startswith(("ProfilerStep", "cuda", "cudnn::"))
     ]
     kernels = [kernel for kernel in kernels if kernel.length > 0]
     trace = Trace(sorted(kernels, key=lambda kernel: kernel.start))
@@ -122,18 +154,25 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
         taken[event.name].append(ms)
     for name, times in sorted(taken.items(), key=lambda item: -sum(item[1])):
         op, _, route = name.removeprefix("turnout::").partition("/")
-        trace.routes.append(Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name]))
+        trace.routes.append(
+            Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name])
+        )
     return trace
 
 
-# A line of Kineto's own log: a level, the time, process and thread, and where in its source it stands. Errors are shown.
-LOG_LINE = re.compile(rb"^(?!ERROR|FATAL)[A-Z]+:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \d+:\d+ \S+:\d+\].*\n?", re.MULTILINE)
+# A line of Kineto's own log: level, time, process and thread, place in its source. Errors are shown.
+LOG_LINE = re.compile(
+    rb"^(?!ERROR|FATAL)[A-Z]+:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \d+:\d+ \S+:\d+\].*\n?", re.MULTILINE
+)
 
 
 @contextlib.contextmanager
 def without_profiler_lines() -> Iterator[None]:
-    """Inside, what libraries write to the process's output and error goes to a file. Behind it, all of that is written
-    where it belongs, but for the lines of the profiler's log, which tell that it starts and stops."""
+    """Keep the profiler's log lines (it starts, it stops) out of the process's output and error.
+
+    Inside, all that libraries write there goes to a file. At the end, the other lines are written where they
+    belong.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.ExitStack() as files:
@@ -164,16 +203,26 @@ def _write_all(descriptor: int, text: bytes) -> None:
 
 
 def launched_in(calls: list[Any], events: list[Any]) -> list[float]:
-    """Milliseconds of the kernels that were launched within each of these ranges of the host; of ranges in one another within the inner
-    one. The profiler itself knows this only of kernels that torch launches, not of Triton's: those have nothing but the number of their
-    launch, which the driver's call has too."""
+    """Sum the milliseconds of the kernels launched within each host range; of nested ranges the inner counts.
+
+    The profiler itself assigns only kernels that torch launches to a range. Triton's have nothing but the
+    number of their launch, which the driver's call has too.
+    """
     order = sorted(range(len(calls)), key=lambda i: calls[i].time_range.start)
     starts = [calls[i].time_range.start for i in order]
-    launches = {event.id: event.time_range.start for event in events if event.device_type.name == "CPU" and LAUNCH.match(event.name)}
+    launches = {
+        event.id: event.time_range.start
+        for event in events
+        if event.device_type.name == "CPU" and LAUNCH.match(event.name)
+    }
     names = {event.name for event in calls}
     spent = [0.0] * len(calls)
     for kernel in events:
-        at = launches.get(kernel.id) if kernel.device_type.name == "CUDA" and kernel.name not in names else None
+        at = (
+            launches.get(kernel.id)
+            if kernel.device_type.name == "CUDA" and kernel.name not in names
+            else None
+        )
         if at is None:
             continue
         for i in reversed(order[: bisect.bisect_right(starts, at)]):
@@ -185,7 +234,7 @@ def launched_in(calls: list[Any], events: list[Any]) -> list[float]:
 
 @contextlib.contextmanager
 def _named_calls() -> Iterator[dict[str, str]]:
-    """Inside, every routed call is a named range of the profiler: "turnout::<op>/<route>". Yields name to reason."""
+    """Name a profiler range "turnout::<op>/<route>" for every routed call inside. Yields name to reason."""
     why: dict[str, str] = {}
 
     def named(op: Op, args: tuple) -> contextlib.AbstractContextManager[Any]:

@@ -128,9 +128,15 @@ class Plan:
         # routes
         lanes = (STOCK, ACCELERATED, COMPILED) if len(self.entries) == 1 else (ACCELERATED,)
         options: dict[str, Any] = {
-            "weights": self.weights, "numerics": self.numerics, "rounds": self.rounds, "seconds": seconds,
-            "compiled": self.compiled, "graph": self.graph, "profiled": lanes if self.profiled else (), "on_progress": on_progress,
-        }  # fmt: skip
+            "weights": self.weights,
+            "numerics": self.numerics,
+            "rounds": self.rounds,
+            "seconds": seconds,
+            "compiled": self.compiled,
+            "graph": self.graph,
+            "profiled": lanes if self.profiled else (),
+            "on_progress": on_progress,
+        }
         try:
             found = race(entry.name, entry.size, entry.dtype, self.device, **options)
         except Exception as failure:

@@ -140,18 +140,18 @@ def check_weights(folder: Path, racer: Racer) -> None:
     """
     if not folder.is_dir():
         raise ValueError(f"--weights {folder}: there is no such folder; give a model's or a pipeline's")
-    found = next(
+    file = next(
         (path for path in (folder / racer.part / "config.json", folder / "config.json") if path.is_file()),
         None,
     )
-    if found is None:
+    if file is None:
         inner = f", and no {racer.part}/config.json" if racer.part else ""
         raise ValueError(f"--weights {folder}: it has no config.json{inner}; give a model's or a pipeline's")
     try:
-        said = json.loads(found.read_text(encoding="utf-8"))
-        names = [said["_class_name"]] if "_class_name" in said else said.get("architectures", [])
+        config = json.loads(file.read_text(encoding="utf-8"))
+        names = [config["_class_name"]] if "_class_name" in config else config.get("architectures", [])
     except (OSError, ValueError, TypeError, AttributeError) as mistake:
-        raise ValueError(f"--weights {folder}: {found.name} cannot be read as JSON: {mistake}") from mistake
+        raise ValueError(f"--weights {folder}: {file.name} cannot be read as JSON: {mistake}") from mistake
     if names and racer.model not in names:
         raise ValueError(f"--weights {folder}: it is a {names[0]}, this race needs a {racer.model}")
 
@@ -169,8 +169,8 @@ def _package(name: str, wanted: str = "") -> Any:
             raise ValueError(
                 f"this race needs {name}, which is not installed; pip install 'turnout[race]'"
             ) from failure
-        said = str(failure).split("\n")[0]
-        raise ValueError(f"{name} is installed, but cannot be imported: {said}") from failure
+        message = str(failure).split("\n")[0]
+        raise ValueError(f"{name} is installed, but cannot be imported: {message}") from failure
     if not has_it:
         version = getattr(package, "__version__", "as installed")
         raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
@@ -183,8 +183,8 @@ def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
     try:
         return cls.from_pretrained(source, torch_dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as failure:
-        said = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-        raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {said}") from failure
+        message = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+        raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {message}") from failure
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
@@ -206,8 +206,8 @@ def _ratios(model: Any) -> tuple[int, int]:
     halved = 2 ** (len(config.get("block_out_channels") or config.get("dim_mult")) - 1)
 
     def first(*names: str, default: int) -> int:
-        said = next((config[name] for name in names if config.get(name)), None)
-        return said or next((vars(model)[name] for name in names if vars(model).get(name)), default)
+        value = next((config[name] for name in names if config.get(name)), None)
+        return value or next((vars(model)[name] for name in names if vars(model).get(name)), default)
 
     return (
         first("scale_factor_spatial", "spatial_compression_ratio", default=halved),
@@ -228,7 +228,8 @@ def check_size(name: str, racer: Racer, model: Any, numbers: tuple[int, ...]) ->
     if odd:
         shown = " x ".join(map(str, numbers))
         raise ValueError(
-            f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, the pixels a side of one latent"
+            f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, "
+            "the pixels a side of one latent"
         )
 
 
@@ -272,11 +273,18 @@ def _encode(axes: Sequence[str], video: bool) -> MakeCall:
 
 
 def _vae(
-    name: str, title: str, model: str, axes: tuple[str, ...], *, tiny: tuple[int, ...],
+    name: str,
+    title: str,
+    model: str,
+    axes: tuple[str, ...],
+    *,
+    tiny: tuple[int, ...],
     small: tuple[int, ...],
-    full: tuple[int, ...], full_encode: tuple[int, ...] | None = None, video: bool = True,
+    full: tuple[int, ...],
+    full_encode: tuple[int, ...] | None = None,
+    video: bool = True,
     dtypes: tuple[str, ...] = ("bfloat16",),
-) -> dict[str, Racer]:  # fmt: skip
+) -> dict[str, Racer]:
     """A VAE's two races, `NAME` (decode) and `NAME-encode`."""
     by_size = {
         "tiny": configs.TINY[name],
@@ -287,10 +295,18 @@ def _vae(
 
     def racer(what: str, part: str, largest: tuple[int, ...], call: MakeCall, pictures: bool) -> Racer:
         return Racer(
-            f"{title} {what}", "diffusers", model, {"tiny": tiny, "small": small, "full": largest}, by_size,
+            f"{title} {what}",
+            "diffusers",
+            model,
+            {"tiny": tiny, "small": small, "full": largest},
+            by_size,
             call,
-            shown, "vae", part, pictures, dtypes,
-        )  # fmt: skip
+            shown,
+            "vae",
+            part,
+            pictures,
+            dtypes,
+        )
 
     return {
         name: racer("decode", "decoder", full, _decode(axes, video), True),
@@ -345,11 +361,13 @@ def _qwen_image(model: Any, settings: Settings) -> Call:
     text = _random(settings, 1, words, model.config.joint_attention_dim)
     half = torch.full((1,), 0.5, device=settings.device)
     return lambda model: model(
-        hidden_states=image.to(model.dtype), encoder_hidden_states=text.to(model.dtype),
+        hidden_states=image.to(model.dtype),
+        encoder_hidden_states=text.to(model.dtype),
         timestep=half.to(model.dtype),
         encoder_hidden_states_mask=torch.ones(1, words, dtype=torch.bool, device=image.device),
-        img_shapes=[[(1, side, side)]], return_dict=False,
-    )[0]  # fmt: skip
+        img_shapes=[[(1, side, side)]],
+        return_dict=False,
+    )[0]
 
 
 def _unet(model: Any, settings: Settings) -> Call:
@@ -528,13 +546,37 @@ _FOUND: dict[str, Racer] = {
     **_mamba("zamba2", "Zamba2", "Zamba2", "Zamba2 2.7B's 54", prefill=(1, 1024)),
 }  # fmt: skip
 
-# In the order of `turnout race all`: what was found slower than stock first, what has been raced often last.
+# In the order of `turnout race all`: what was slower than stock first, what has been raced often last.
 _FIRST = (
-    "hunyuan-vae", "sdxl-unet", "cogvideox-vae", "qwen-image-vae", "hunyuan-vae-encode", "wan-vae-encode",
-    "flux-vae-encode", "ltx-vae-encode", "sd-vae", "sdxl-vae", "flux2-vae", "ltx2-vae", "sd15-unet", "flux",
+    "hunyuan-vae",
+    "sdxl-unet",
+    "cogvideox-vae",
+    "qwen-image-vae",
+    "hunyuan-vae-encode",
+    "wan-vae-encode",
+    "flux-vae-encode",
+    "ltx-vae-encode",
+    "sd-vae",
+    "sdxl-vae",
+    "flux2-vae",
+    "ltx2-vae",
+    "sd15-unet",
+    "flux",
     "wan",
-    "qwen-image", "mamba", "mamba-decode", "mamba2", "mamba2-decode", "falcon-mamba", "falcon-mamba-decode",
+    "qwen-image",
+    "mamba",
+    "mamba-decode",
+    "mamba2",
+    "mamba2-decode",
+    "falcon-mamba",
+    "falcon-mamba-decode",
     "jamba",
-    "jamba-decode", "bamba", "bamba-decode", "falcon-h1", "falcon-h1-decode", "zamba2", "zamba2-decode",
-)  # fmt: skip
+    "jamba-decode",
+    "bamba",
+    "bamba-decode",
+    "falcon-h1",
+    "falcon-h1-decode",
+    "zamba2",
+    "zamba2-decode",
+)
 RACERS: dict[str, Racer] = {name: _FOUND[name] for name in (*_FIRST, *_FOUND)}

@@ -51,12 +51,19 @@ def page(race: Race) -> str:
     bars = _bars(race)
     shown = {part["kind"] for bar in bars for part in bar["parts"]}
     values = {
-        "race": race, "looks": LOOKS, "unit": "op" if race.machine["card"] is None else "kernel",
-        "ran_on": in_words(race.machine, race.versions, race.date, race.commit), "tiles": _tiles(race),
-        "bars": bars, "waits": WAITING in shown, "kinds": [kind for kind in LOOKS if kind in shown],
-        "times": _times(race), "figures": _figures(race), "few_pixels": FEW_PIXELS,
+        "race": race,
+        "looks": LOOKS,
+        "unit": "op" if race.machine["card"] is None else "kernel",
+        "ran_on": in_words(race.machine, race.versions, race.date, race.commit),
+        "tiles": _tiles(race),
+        "bars": bars,
+        "waits": WAITING in shown,
+        "kinds": [kind for kind in LOOKS if kind in shown],
+        "times": _times(race),
+        "figures": _figures(race),
+        "few_pixels": FEW_PIXELS,
         "routes": None if race.lanes[ACCELERATED].trace is None else race.routes(),
-    }  # fmt: skip
+    }
     return template.render(values | _frames(race)) + "\n"
 
 

@@ -13,22 +13,29 @@ from turnout.race.run import Race
 def events(race: Race) -> list[dict[str, Any]]:
     """The kernels of every lane that was profiled, in the Trace Event Format: a process for each lane, times
     in microseconds from its first kernel. They are as the profiler saw them, which makes a call longer."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for process, (name, lane) in enumerate(race.lanes.items()):
         if lane.trace is None or not lane.trace.kernels:
             continue
-        found.append(
+        rows.append(
             {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{race.model}, {name}"}}
         )
         first = lane.trace.kernels[0].start
         for kernel in lane.trace.kernels:
             start, length = 1e3 * (kernel.start - first), 1e3 * kernel.length
             kind = kind_of(kernel.name)
-            found.append(
-                {"ph": "X", "pid": process, "tid": 0, "name": kernel.name, "cat": kind,
-                 "ts": round(start, 3), "dur": round(length, 3)}
-            )  # fmt: skip
-    return found
+            rows.append(
+                {
+                    "ph": "X",
+                    "pid": process,
+                    "tid": 0,
+                    "name": kernel.name,
+                    "cat": kind,
+                    "ts": round(start, 3),
+                    "dur": round(length, 3),
+                }
+            )
+    return rows
 
 
 def write(race: Race, path: Path) -> None:

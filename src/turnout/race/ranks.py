@@ -31,7 +31,7 @@ LINKS = {8e3: 7.4e-6, 256e3: 9.3e-6, 1e6: 15e-6, 4e6: 30e-6, 32e6: 141e-6}
 
 
 def read_links(path: Path | None) -> dict[float, float]:
-    """A table of latencies: a JSON object of bytes to microseconds, such as `{"8000": 7.4, "1000000": 15}`."""
+    """Read a table of latencies: a JSON object, bytes to microseconds: `{"8000": 7.4, "1000000": 15}`."""
     if path is None:
         return LINKS
     try:
@@ -48,8 +48,8 @@ def read_links(path: Path | None) -> dict[float, float]:
 def seconds_of(size: float, links: dict[float, float]) -> float:
     """How long a message takes: between two sizes of the table in proportion, beyond them by the nearest.
 
-    >>> round(1e6 * seconds_of(2.5e6, {1e6: 15e-6, 4e6: 30e-6}), 1), round(1e6 * seconds_of(8e6, {1e6: 15e-6, 4e6: 30e-6}), 1)
-    (22.5, 60.0)
+    >>> [round(1e6 * seconds_of(size, {1e6: 15e-6, 4e6: 30e-6}), 1) for size in (2.5e6, 8e6)]
+    [22.5, 60.0]
     """
     sizes = sorted(links)
     at = bisect.bisect_left(sizes, size)
@@ -62,8 +62,15 @@ def seconds_of(size: float, links: dict[float, float]) -> float:
 
 
 def race_ranks(
-    name: str, size: str, dtype: str | None, device: torch.device, ranks: int, engine: str, links: dict[float, float], rounds: int
-) -> dict[str, Any]:  # fmt: skip
+    name: str,
+    size: str,
+    dtype: str | None,
+    device: torch.device,
+    ranks: int,
+    engine: str,
+    links: dict[float, float],
+    rounds: int,
+) -> dict[str, Any]:
     """A row of `ranks.jsonl`: whether bits are the same (lockstep), or the time of one rank, of each rank's
     compute and of its messages in seconds, and the predicted speed-up (fake)."""
     if engine not in ENGINES:
@@ -74,9 +81,16 @@ def race_ranks(
         model, call = racer.make(size, getattr(torch, given), device)
         accelerate(model)
         row: dict[str, Any] = {
-            "model": name, "size": size, "title": racer.describe(size), "dtype": given, "ranks": ranks, "engine": engine,
-            "machine": machine(device), "date": now(), "torch": torch.__version__,
-        }  # fmt: skip
+            "model": name,
+            "size": size,
+            "title": racer.describe(size),
+            "dtype": given,
+            "ranks": ranks,
+            "engine": engine,
+            "machine": machine(device),
+            "date": now(),
+            "torch": torch.__version__,
+        }
         if engine == "lockstep":
             alone = call(model)
             distribute(model, Lockstep(ranks))
@@ -118,8 +132,9 @@ def in_words(row: dict[str, Any]) -> str:
         return f"{head}: {'the same bits as one rank' if row['same_bits'] else 'OTHER BITS than one rank'}"
     lines = [f"{head}: one takes {row['one_rank_seconds']:.3f} s"]
     for rank, share in enumerate(row["of_ranks"]):
-        sent = f"{share['messages']} messages of {share['bytes'] / 1e6:.1f} MB, {1e3 * share['message_seconds']:.1f} ms by the table"
-        lines.append(f"  rank {rank}  {share['seconds']:.3f} s of its own, {sent}")
+        sent = f"{share['messages']} messages of {share['bytes'] / 1e6:.1f} MB"
+        wait = f"{1e3 * share['message_seconds']:.1f} ms by the table"
+        lines.append(f"  rank {rank}  {share['seconds']:.3f} s of its own, {sent}, {wait}")
     lines.append(f"  predicted  {row['predicted_seconds']:.3f} s, {row['predicted_speedup']:.2f}x")
     return "\n".join(lines)
 

@@ -162,17 +162,25 @@ class Race:
         right = self.lanes[ACCELERATED].failed is None
         kinds = {name: self.kinds_ms(name) for name, lane in self.lanes.items() if lane.trace is not None}
         return {
-            "model": self.model, "size": self.size, "what": self.what, "dtype": self.dtype,
+            "model": self.model,
+            "size": self.size,
+            "what": self.what,
+            "dtype": self.dtype,
             "device": self.device,
             "speedup": round(self.speedup, 3) if right else None,
             "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None,
             "verdict": self.verdict,
             "lanes": {name: lane.figures() for name, lane in self.lanes.items()},
             "compiled": (self.compiled or "model") if COMPILED in self.lanes else None,
-            "routes": [asdict(share) for share in self.routes()], "kinds_ms": kinds,
-            "patched": len(self.report.patched), "weights": self.weights, "versions": self.versions,
-            "machine": self.machine, "date": self.date, "commit": self.commit,
-        }  # fmt: skip
+            "routes": [asdict(share) for share in self.routes()],
+            "kinds_ms": kinds,
+            "patched": len(self.report.patched),
+            "weights": self.weights,
+            "versions": self.versions,
+            "machine": self.machine,
+            "date": self.date,
+            "commit": self.commit,
+        }
 
     def kinds_ms(self, lane: str) -> dict[str, float]:
         """Milliseconds of a lane's median call by kind of kernel."""
@@ -204,11 +212,21 @@ def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
 
 
 def race(
-    name: str, size: str, dtype: torch.dtype, device: torch.device, *, weights: Path | None = None,
-    numerics: str | None = None, rounds: int = 10, seconds: float = 20.0, compiled: bool = False,
-    graph: bool = False, profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
-    backend: str | Callable[..., Any] = "inductor", on_progress: Callable[[str], object] = lambda step: None,
-) -> Race:  # fmt: skip
+    name: str,
+    size: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    weights: Path | None = None,
+    numerics: str | None = None,
+    rounds: int = 10,
+    seconds: float = 20.0,
+    compiled: bool = False,
+    graph: bool = False,
+    profiled: Collection[str] = (STOCK, ACCELERATED, COMPILED),
+    backend: str | Callable[..., Any] = "inductor",
+    on_progress: Callable[[str], object] = lambda step: None,
+) -> Race:
     """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or
     until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
     comes last.
@@ -221,8 +239,8 @@ def race(
         raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")
     racer = RACERS[name]
     on_progress("building")
-    asked = {STOCK: True, ACCELERATED: True, GRAPH: graph, COMPILED: compiled}
-    lanes = {name: Lane() for name, wanted in asked.items() if wanted}
+    wanted = {STOCK: True, ACCELERATED: True, GRAPH: graph, COMPILED: compiled}
+    lanes = {name: Lane() for name, is_wanted in wanted.items() if is_wanted}
     with torch.no_grad():
         model, call = racer.make(size, dtype, device, weights)
         on_progress("float32")
@@ -254,13 +272,24 @@ def race(
     for lane in running:
         lanes[lane].settle(device.type == "cuda")
         lanes[lane].output = lanes[lane].output if racer.pictures else None
-    found = machine(device)
+    host = machine(device)
     what = racer.describe(size, given=weights is not None)
     return Race(
-        name, size, what, str(dtype).removeprefix("torch."), found["card"] or "cpu", lanes, report,
-        _versions(device), found, now(), commit(), racer.compiled, "random" if weights is None else "given",
+        name,
+        size,
+        what,
+        str(dtype).removeprefix("torch."),
+        host["card"] or "cpu",
+        lanes,
+        report,
+        _versions(device),
+        host,
+        now(),
+        commit(),
+        racer.compiled,
+        "random" if weights is None else "given",
         no_truth,
-    )  # fmt: skip
+    )
 
 
 class _Contestant:
@@ -309,44 +338,46 @@ def _first_calls(
 ) -> None:
     """The first call of a lane, which compiles, and the second, which is its first sample; compare what comes
     out."""
-    found = lanes[lane]
+    results = lanes[lane]
     with contestant.prepared(lane) as run:
         try:
-            found.first_ms = time_call(run, device).ms
+            results.first_ms = time_call(run, device).ms
             held = _reset_peak(device)
             if lane == GRAPH:
                 run()  # it is captured
-            output = _timed(run, found, device)
+            output = _timed(run, results, device)
         except Exception as failure:  # of many kinds; the other lanes have figures all the same
             if lane != COMPILED:
                 raise
             words = " ".join(str(failure).split())
-            found.failed = f"{type(failure).__name__}: {words}"[:300]
+            results.failed = f"{type(failure).__name__}: {words}"[:300]
             return
         if lane == GRAPH and not any(replays.replayed for replays in contestant.report.graphs.values()):
-            found.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
+            results.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
             return
-        found.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
+        results.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
     if truth is not None:
-        found.psnr, _ = compare(output, truth, span)
+        results.psnr, _ = compare(output, truth, span)
     if lane != STOCK:
         stock = lanes[STOCK].output
         assert stock is not None
-        found.psnr_stock, found.max_error = compare(output, stock, span)
-        if math.isnan(found.max_error) and bool(stock.isfinite().all()):
-            found.failed = "its output has NaN or infinity where stock's has none"
-    found.output = output.cpu()
+        results.psnr_stock, results.max_error = compare(output, stock, span)
+        if math.isnan(results.max_error) and bool(stock.isfinite().all()):
+            results.failed = "its output has NaN or infinity where stock's has none"
+    results.output = output.cpu()
 
 
 def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> tuple[Tensor | None, str]:
-    """What the stock model says in float32, with the settings that are in force (TF32 convolutions, unless
-    somebody said no), or None and why there is nothing."""
+    """Run the stock model in float32 under the current settings (TF32 convolutions, unless disabled).
+
+    Returns its output and "", or None and the reason.
+    """
     try:
         return call(copy.deepcopy(model).float()).float().cpu(), ""
     except RuntimeError as failure:  # a kernel that takes half precision only, or no memory for it
         lines = str(failure).strip().splitlines()
-        said = lines[0] if lines else type(failure).__name__
-        return None, f"the stock model does not run in float32 here ({said})"
+        message = lines[0] if lines else type(failure).__name__
+        return None, f"the stock model does not run in float32 here ({message})"
 
 
 def compare(output: Tensor, other: Tensor, span: float | None = None) -> tuple[float, float]:
@@ -390,5 +421,5 @@ def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tenso
 
 def _versions(device: torch.device) -> dict[str, str]:
     models = {name: versions.installed(name) for name in ("diffusers", "transformers")}
-    found = {name: version for name, version in models.items() if version is not None}
-    return versions.for_device(device.type) | found
+    present = {name: version for name, version in models.items() if version is not None}
+    return versions.for_device(device.type) | present

@@ -1,4 +1,6 @@
-"""The order of authority, as one pure function: pin, measured here, measured and shipped, model, reference."""
+"""Choose a route, in one pure function, by the order of authority: pin, measured here, measured and shipped,
+cost model, reference.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ REFERENCE = "reference"
 # A route is taken only when it beats the reference by this ratio; below it the two are tied, and ties go to
 # the reference.
 MEASURED_MARGIN = 1.03  # run-to-run spread of medians on the H200 is 1 to 2 %
-MEASURED_US = 2.0  # on a GPU also by these microseconds: where the host sets the time, differences move by 1 with its speed
+# Microseconds by which it must win on a GPU too: where the host is the limit, times move by 1 with its speed.
+MEASURED_US = 2.0
 MODEL_MARGIN = 1.15  # costs are estimates
 
 
@@ -86,12 +89,17 @@ def plain(value: Any) -> Any:
 
 
 def choose(
-    op: Op, problem: Any, device: Device, *,
-    pin: str | None = None, numerics: str = "close",
+    op: Op,
+    problem: Any,
+    device: Device,
+    *,
+    pin: str | None = None,
+    numerics: str = "close",
     measured: Sequence[tuple[str, Measurement]] = (),
     failed: Mapping[str, str] | None = None,
-    overhead: float = 0.0, blocked_by: str | None = None,
-) -> Verdict:  # fmt: skip
+    overhead: float = 0.0,
+    blocked_by: str | None = None,
+) -> Verdict:
     """Pick the route of one call. Pure: the same arguments give the same verdict.
 
     `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed`
@@ -119,7 +127,8 @@ def choose(
     if pin is not None:
         if pin in refused:
             raise Refused(
-                f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: {'; '.join(refused[pin])}"
+                f"{op.name} is pinned to {pin!r}, which refuses {plain_problem(problem)}: "
+                f"{'; '.join(refused[pin])}"
             )
         config = None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured)
         return verdict(pin, "pin", "asked for", config)
@@ -165,7 +174,7 @@ def choose(
 
 def _pinned_config(
     route: Route, problem: Any, device: Device, measured: Sequence[tuple[str, Measurement]]
-) -> Mapping[str, Any] | None:  # fmt: skip
+) -> Mapping[str, Any] | None:
     """The configuration of a pinned route: what was measured for this problem, else the first it offers."""
     for _, measurement in measured:
         if route.name in measurement.config:
@@ -178,12 +187,14 @@ def plain_problem(problem: Any) -> str:
 
 
 def in_short(problem: Any) -> str:
-    """What a person looks for in a list of problems: sizes, types and settings; no strides, nothing that is
-    absent, types once.
+    """Write a problem for a list that people read: sizes, settings, each dtype once; no strides, no None.
 
     >>> from turnout.ops.conv2d import CONV2D
-    >>> in_short(CONV2D.problem(torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3), None, [1, 1], [1, 1], [1, 1], 1, None))
-    'input 1x3x8x8, weight 4x3x3x3, float32, stride 1x1, padding 1x1, dilation 1x1, groups 1, conv ieee, matmul ieee'
+    >>> image, weight = torch.ones(1, 3, 8, 8), torch.ones(4, 3, 3, 3)
+    >>> print(in_short(CONV2D.problem(image, weight, None, [1, 1], [1, 1], [1, 1], 1, None)))
+    ... # doctest: +NORMALIZE_WHITESPACE
+    input 1x3x8x8, weight 4x3x3x3, float32, stride 1x1, padding 1x1, dilation 1x1, groups 1,
+    conv ieee, matmul ieee
     """
     parts, types = [], set()
     for name, value in problem._asdict().items():

@@ -178,7 +178,7 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
 
 
 def _written(part: Any) -> str:
-    """Write a syntax tree in one way for all versions of Python, which `ast.unparse` and `ast.dump` do not."""
+    """Write a syntax tree the same for all versions of Python, which `ast.unparse` and `ast.dump` do not."""
     if isinstance(part, ast.AST):
         ignored = ("ctx", "kind", "type_comment", "type_params", "simple")
         fields = ((name, getattr(part, name, None)) for name in part._fields if name not in ignored)

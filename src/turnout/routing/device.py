@@ -154,7 +154,8 @@ class Device:
         Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several
         cards and have a number in them ("h100"), the first in `known_cards()` is meant.
 
-        >>> {Device.named(name).name for name in ("4090", "rtx4090", "rtx-4090", "RTX 4090", "GeForce RTX 4090")}
+        >>> spellings = ("4090", "rtx4090", "rtx-4090", "RTX 4090", "GeForce RTX 4090")
+        >>> {Device.named(name).name for name in spellings}
         {'NVIDIA GeForce RTX 4090'}
         """
         wanted = _letters(name)
@@ -256,7 +257,7 @@ def _of_other(device_type: str) -> Device:
 
 
 def _triton_backend(device_type: str) -> str | None:
-    """Triton's name for the kind of device that torch calls `device_type`, if its active driver is for that."""
+    """Triton's name for the kind of device that torch calls `device_type`, if Triton's driver is for it."""
     if versions.triton() is None:
         return None
     try:
@@ -298,9 +299,15 @@ def _of_cuda(index: int) -> Device:
         else None
     )
     return Device(
-        name=seen.name, type="cuda", bandwidth=bandwidth, capability=(seen.major, seen.minor),
-        units=seen.multi_processor_count, cache=seen.L2_cache_size, shared=getattr(seen, "shared_memory_per_block_optin", 0), **here,
-    )  # fmt: skip
+        name=seen.name,
+        type="cuda",
+        bandwidth=bandwidth,
+        capability=(seen.major, seen.minor),
+        units=seen.multi_processor_count,
+        cache=seen.L2_cache_size,
+        shared=getattr(seen, "shared_memory_per_block_optin", 0),
+        **here,
+    )
 
 
 def cpu() -> Device:
@@ -317,11 +324,20 @@ def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
         kind: Figure(peaks[kind] * cores / peaks["cores"], peaks["source"]) for kind in ("float32", "float64")
     }
     return Device(
-        name="cpu", type="cpu", bandwidth=Figure(peaks["bytes"], peaks["source"]), units=cores,
-        cache=known["cache_mib"] * MIB, flops=flops, fitted_on=device_files.CPU,
-        lacks=None, threads=threads, vectors=torch.backends.cpu.get_cpu_capability(), one_dnn=machine.one_dnn_dtypes(),
-        native_halves=machine.native_halves(), one_dnn_limit=one_dnn_limit,
-    )  # fmt: skip
+        name="cpu",
+        type="cpu",
+        bandwidth=Figure(peaks["bytes"], peaks["source"]),
+        units=cores,
+        cache=known["cache_mib"] * MIB,
+        flops=flops,
+        fitted_on=device_files.CPU,
+        lacks=None,
+        threads=threads,
+        vectors=torch.backends.cpu.get_cpu_capability(),
+        one_dnn=machine.one_dnn_dtypes(),
+        native_halves=machine.native_halves(),
+        one_dnn_limit=one_dnn_limit,
+    )
 
 
 @functools.cache
@@ -338,7 +354,15 @@ def _card(file: Mapping[str, Any]) -> Device:
     }
     major, minor = file["capability"]
     return Device(
-        name=file["name"], type="cuda", backend=file["backend"], capability=(major, minor), units=file["units"],
-        cache=int(file["cache_mib"] * MIB), shared=file["shared_kib"] * KIB, sibling=file.get("sibling"), flops=flops,
-        bandwidth=Figure(peaks["terabytes"] * 1e12, peaks["source"]), fitted_on=file.get("fitted_on", FITTED_ON),
-    )  # fmt: skip
+        name=file["name"],
+        type="cuda",
+        backend=file["backend"],
+        capability=(major, minor),
+        units=file["units"],
+        cache=int(file["cache_mib"] * MIB),
+        shared=file["shared_kib"] * KIB,
+        sibling=file.get("sibling"),
+        flops=flops,
+        bandwidth=Figure(peaks["terabytes"] * 1e12, peaks["source"]),
+        fitted_on=file.get("fitted_on", FITTED_ON),
+    )

@@ -61,5 +61,5 @@ def sections(slug: str) -> dict[str, dict[str, Any]]:
 def _leaves(table: Mapping[str, Any], *names: str) -> list[tuple[str, dict[str, Any]]]:
     values = {name: value for name, value in table.items() if not isinstance(value, dict)}
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
-    found = [(".".join(names), values)] if values else []
-    return found + [leaf for name, inner in tables.items() for leaf in _leaves(inner, *names, name)]
+    own = [(".".join(names), values)] if values else []
+    return own + [leaf for name, inner in tables.items() for leaf in _leaves(inner, *names, name)]

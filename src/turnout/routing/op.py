@@ -94,7 +94,7 @@ class Route:
         return code_hash(*self.kernels)
 
     def prepared(self, args: tuple, config: Config) -> Prepared:
-        """This route with a configuration, for calls with the cache key of these arguments: see `Op.route`."""
+        """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
         prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
         prepared.call = call or prepared.call
@@ -140,7 +140,14 @@ class Op:
     """
 
     def __init__(
-        self, name: str, reference: Callable[..., Any], *, problem_type: Any, cost: Cost, work: Callable[[Any], Work], cases: str | Cases,
+        self,
+        name: str,
+        reference: Callable[..., Any],
+        *,
+        problem_type: Any,
+        cost: Cost,
+        work: Callable[[Any], Work],
+        cases: str | Cases,
         arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
@@ -148,7 +155,7 @@ class Op:
         mutates: tuple[str, ...] = (),
         ambient: Callable[[Tensor], Any] | None = None,
         builtin: Callable[..., Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.ambient, self.builtin = ambient, builtin
         self.name, self.reference, self.cost = name, reference, cost
         self.problem_type, self.problem = problem_type, problem_type.of
@@ -168,11 +175,20 @@ class Op:
         return f"<turnout op {self.name}: {', '.join([*self.routes, REFERENCE])}>"
 
     def route(
-        self, name: str, *, refuses: Guard, cost: Cost, numerics: Numerics, version: int,
-        configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},), prepare: Prepare | None = None,
-        kernels: Sequence[str] = (), in_place: Sequence[str] = (), fails_before_writing: bool = False,
+        self,
+        name: str,
+        *,
+        refuses: Guard,
+        cost: Cost,
+        numerics: Numerics,
+        version: int,
+        configs: Callable[[Any, Device], Sequence[Config]] = lambda problem, device: ({},),
+        prepare: Prepare | None = None,
+        kernels: Sequence[str] = (),
+        in_place: Sequence[str] = (),
+        fails_before_writing: bool = False,
         grain: int | None = None,
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Declare a route: see CONTRIBUTING, "Add a route".
 
         prepare: called with a `Prepared` and the arguments of a call, it may return what runs calls like that
@@ -181,11 +197,14 @@ class Op:
         """
 
         def declare(run: Callable[..., Any]) -> Callable[..., Any]:
-            given = list(inspect.signature(run).parameters.values())
-            extra = given[len(self.signature.parameters) :]
-            if [p.name for p in given[: len(self.signature.parameters)]] != list(self.signature.parameters):
+            parameters = list(inspect.signature(run).parameters.values())
+            extra = parameters[len(self.signature.parameters) :]
+            if [p.name for p in parameters[: len(self.signature.parameters)]] != list(
+                self.signature.parameters
+            ):
                 raise TypeError(
-                    f"route {name!r} of {self.name} takes {given}, it needs the reference's {self.signature}"
+                    f"route {name!r} of {self.name} takes {parameters}, "
+                    f"it needs the reference's {self.signature}"
                 )
             if any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in extra):
                 raise TypeError(
@@ -199,11 +218,13 @@ class Op:
                 )
             if not self.mutates and (in_place or fails_before_writing):
                 raise TypeError(
-                    f"route {name!r} of {self.name}: in_place and fails_before_writing need an op that writes (mutates=)"
+                    f"route {name!r} of {self.name}: in_place and fails_before_writing need an op "
+                    "that writes (mutates=)"
                 )
             if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
                 raise TypeError(
-                    f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments that are only read"
+                    f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments "
+                    "that are only read"
                 )
             self.routes[name] = Route(
                 name,
@@ -362,9 +383,16 @@ class Op:
 
         names, minds_autocast = tuple(self.signature.parameters), self.autocast == "reference"
         return with_runtime_checks(
-            self.name, names, example_args, run, reference, self._left_to_torch, failed, minds_autocast=minds_autocast,
+            self.name,
+            names,
+            example_args,
+            run,
+            reference,
+            self._left_to_torch,
+            failed,
+            minds_autocast=minds_autocast,
             writes=writes,
-        )  # fmt: skip
+        )
 
     def _left_to_torch(self, *args: Any) -> Any:
         """A call that no route may take, in plain PyTorch."""
@@ -453,16 +481,19 @@ class Op:
             pin, reason = None, f"{blocked.reason}; a pin does not count there"
         device = device or (Device.of(key.devices[0]) if key.devices else Device.of("cpu"))
         return choose(
-            self, key.problem, device,
-            pin=pin, numerics=current.numerics,
+            self,
+            key.problem,
+            device,
+            pin=pin,
+            numerics=current.numerics,
             measured=Tables.for_device(device).lookup(self, key.problem),
             failed=self._failures(key, device),
             overhead=AUTOGRAD_OVERHEAD if key.wants_grad else 0.0,
             blocked_by=reason,
-        )  # fmt: skip
+        )
 
     def _failures(self, key: Key, device: Device) -> dict[str, str]:
-        """Routes that failed at launch for this key, and those whose kernels do not compile for the device."""
+        """Routes that failed at launch for this key, or whose kernels do not compile for the device."""
         failed = self.failed.reasons(key)
         for route in self.routes.values() if device.triton is not None else ():
             problem = failures.compile_problem(route.code_hash, device) if route.kernels else None
@@ -488,14 +519,17 @@ class Op:
         forget_choices()
         if self.mutates and not route.fails_before_writing:
             note = (
-                f"turnout.{self.name}: route {route.name!r} failed and may have written parts of {' and '.join(self.mutates)}, "
-                "so no other route was tried; the next call takes another one: pass it tensors with the values from before this call"
+                f"turnout.{self.name}: route {route.name!r} failed and may have written parts of "
+                f"{' and '.join(self.mutates)}, so no other route was tried; the next call takes another "
+                "one: pass it tensors with the values from before this call"
             )
             getattr(failure, "add_note", str)(note)  # Python 3.11
             raise failure
         if self.failed.is_news(route.name, failure):
-            said = f"route {route.name!r} failed at launch: {failures.in_words(failure)}; taking the next one"
-            warnings.warn(f"turnout.{self.name}: {said}", TurnoutWarning, stacklevel=6)
+            message = (
+                f"route {route.name!r} failed at launch: {failures.in_words(failure)}; taking the next one"
+            )
+            warnings.warn(f"turnout.{self.name}: {message}", TurnoutWarning, stacklevel=6)
         return self(*args)
 
 
@@ -534,7 +568,7 @@ def {op.name}({arguments}):
         run = cached(cache_key)
     except Exception as failure:
         raise_if_interrupted(failure, look_up, {arguments})
-        return dispatch_uncached(None, {arguments})  # arguments of the wrong kind, symbolic sizes: torch knows what to say
+        return dispatch_uncached(None, {arguments})  # wrong argument types, symbolic sizes: torch says why
     if run is None:
         return dispatch_uncached(cache_key, {arguments})
     return run({arguments})
@@ -543,11 +577,17 @@ def look_up({arguments}):
     return cached(({", ".join(key)}))
 """
     known = {
-        "compiling": torch.compiler.is_dynamo_compiling, "when_compiled": op.when_compiled, "settings": settings.entered.get,
-        "autocasting": autocasting, "grad_enabled": torch.is_grad_enabled, "cached": op.dispatch_cache.get,
-        "dispatch_uncached": op.dispatch_uncached, "ambient": op.ambient,
-        "raise_if_interrupted": _raise_if_interrupted, "threads": torch.get_num_threads,
-    }  # fmt: skip
+        "compiling": torch.compiler.is_dynamo_compiling,
+        "when_compiled": op.when_compiled,
+        "settings": settings.entered.get,
+        "autocasting": autocasting,
+        "grad_enabled": torch.is_grad_enabled,
+        "cached": op.dispatch_cache.get,
+        "dispatch_uncached": op.dispatch_uncached,
+        "ambient": op.ambient,
+        "raise_if_interrupted": _raise_if_interrupted,
+        "threads": torch.get_num_threads,
+    }
     exec(source, known)
     return known[op.name]
 
@@ -699,15 +739,15 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         if plain is None and needed
     ]
 
-    def of_wanted(*chosen: Tensor) -> Any:
-        given = dict(zip(wanted, chosen, strict=True))
-        found = op.reference(*(given.get(i, x) for i, x in enumerate(inputs)))
-        return found if isinstance(found, tuple) else (found,)
+    def reference(*differentiated: Tensor) -> Any:
+        replaced = dict(zip(wanted, differentiated, strict=True))
+        result = op.reference(*(replaced.get(i, x) for i, x in enumerate(inputs)))
+        return result if isinstance(result, tuple) else (result,)
 
     # Grad mode is on for create_graph.
     with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():
-        found, vjp, *_ = torch.func.vjp(of_wanted, *(inputs[i] for i in wanted))
-        pairs = zip(found, grads, strict=True)
+        outputs, vjp, *_ = torch.func.vjp(reference, *(inputs[i] for i in wanted))
+        pairs = zip(outputs, grads, strict=True)
         full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in pairs)
         gradients = dict(zip(wanted, vjp(full), strict=True))
     return tuple(gradients.get(i) for i in range(len(inputs)))

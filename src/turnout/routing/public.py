@@ -67,8 +67,8 @@ def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
 
 def op_named(op: str | Callable[..., Any] | Op) -> Op:
     """The op of a name, of a public function or of itself; of a function with several ops, the first."""
-    found = public_named(op)
-    return found if isinstance(found, Op) else found.ops[0]
+    function = public_named(op)
+    return function if isinstance(function, Op) else function.ops[0]
 
 
 def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lowered:
@@ -82,13 +82,14 @@ def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lower
     >>> op.name, args[0] is x, args[2].shape
     ('gated_add', True, torch.Size([1, 1, 4]))
     """
-    found = public_named(op)
-    if isinstance(found, Op):
-        return Lowered(found, found.signature.bind(*args, **kwargs).args)
-    bound = inspect.signature(found.function).bind(*args, **kwargs)  # names the missing argument
+    public_or_op = public_named(op)
+    if isinstance(public_or_op, Op):
+        return Lowered(public_or_op, public_or_op.signature.bind(*args, **kwargs).args)
+    function = public_or_op.function
+    bound = inspect.signature(function).bind(*args, **kwargs)  # names the missing argument
     with settings.asking():
         try:
-            found.function(*bound.args, **bound.kwargs)
-        except settings.Asked as asked:
-            return Lowered(*asked.call)
-    raise AssertionError(f"{found.function.__name__} returned without calling one of its ops")
+            function(*bound.args, **bound.kwargs)
+        except settings.Asked as stopped:
+            return Lowered(*stopped.call)
+    raise AssertionError(f"{function.__name__} returned without calling one of its ops")

@@ -1,4 +1,4 @@
-"""One measured row, and how it is read from JSON: every field is checked, and what does not fit is not a row."""
+"""One measured row, and its reading from JSON: every field is checked, and what does not fit is not a row."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def identity(self) -> str:
-        """What two rows have in common of which one replaces the other: the call, the compiler, the machine."""
+        """The call, the compiler and the machine, as text: a row replaces an older one of its identity."""
         return json.dumps([self.op, self.problem, self.triton, self.machine], sort_keys=True)
 
     def json(self) -> dict[str, Any]:

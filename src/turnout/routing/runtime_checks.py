@@ -44,18 +44,31 @@ class Form(NamedTuple):
 
 
 def with_runtime_checks(
-    op: str, names: tuple[str, ...], example_args: tuple, run: Callable[..., Any], reference: Callable[..., Any],
-    left_to_torch: Callable[..., Any], failed: Callable[..., Any], *, minds_autocast: bool, writes: Writes | None,
-) -> Callable[..., Any]:  # fmt: skip
+    op: str,
+    names: tuple[str, ...],
+    example_args: tuple,
+    run: Callable[..., Any],
+    reference: Callable[..., Any],
+    left_to_torch: Callable[..., Any],
+    failed: Callable[..., Any],
+    *,
+    minds_autocast: bool,
+    writes: Writes | None,
+) -> Callable[..., Any]:
     """`run` as it is called, for arguments with the cache key of `example_args`; `reference` where tensors
     overlap, `left_to_torch` where no route may run, `failed(failure, *args)` where it raises."""
     tensors = tuple(i for i, x in enumerate(example_args) if isinstance(x, Tensor))
     device = example_args[tensors[0]].device
     form = Form(
-        op, names, tensors, _elsewhere(device), any(example_args[i].is_complex() for i in tensors), minds_autocast,
+        op,
+        names,
+        tensors,
+        _elsewhere(device),
+        any(example_args[i].is_complex() for i in tensors),
+        minds_autocast,
         () if writes is None else writes.written,
         () if writes is None else tuple((pair.written, pair.other) for pair in writes.pairs),
-    )  # fmt: skip
+    )
     overlap, sizes = (None, [0] * len(names)) if writes is None else (writes.overlap, writes.bytes)
     both = [number for size in sizes for number in (size, -size)]
     return _maker(form)(run, reference, left_to_torch, failed, device, overlap, *both)
@@ -77,8 +90,9 @@ def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
     left = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
     left += " or {x}.is_conj()" if form.may_be_conjugate else ""
     autocast = " or autocasting()" if form.minds_autocast else ""
+    extents = ", ".join(f"{n}_bytes, {n}_before" for n in names)
     source = f"""
-def make(run, reference, left_to_torch, failed, device, overlap, {", ".join(f"{n}_bytes, {n}_before" for n in names)}):
+def make(run, reference, left_to_torch, failed, device, overlap, {extents}):
     def {form.op}({arguments}):
         if functorch_level() is not None or count_modes() or forward_ad._current_level >= 0{autocast}:
             return left_to_torch({arguments})

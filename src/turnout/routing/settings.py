@@ -82,7 +82,8 @@ def from_environment() -> Settings:
         op, equals, route = part.partition("=")
         if not equals:
             raise ValueError(
-                f"TURNOUT_PIN has {part!r}, it needs op=route pairs with commas between: TURNOUT_PIN='dot=reference,matmul=as-dot'"
+                f"TURNOUT_PIN has {part!r}, it needs op=route pairs with commas between: "
+                "TURNOUT_PIN='dot=reference,matmul=as-dot'"
             )
         pins[op.strip()] = route.strip()
     return _settings(pins_of_ops(pins), check_level(os.environ.get("TURNOUT_NUMERICS", "close")))

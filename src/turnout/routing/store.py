@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from turnout.routing.device import Device
 from turnout.routing.row import SCHEMA, Row, Unreadable, brief, printable
 
@@ -37,10 +35,12 @@ class Loaded(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Where turnout keeps things on this machine: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
-    return Path(
-        os.environ.get("TURNOUT_CACHE_DIR") or platformdirs.user_cache_dir("turnout", appauthor=False)
-    )
+    """The folder for turnout's files: TURNOUT_CACHE_DIR, or `turnout` in the user's cache folder."""
+    if chosen := os.environ.get("TURNOUT_CACHE_DIR"):
+        return Path(chosen)
+    import platformdirs  # here: calls of ops that read no rows do not need it
+
+    return Path(platformdirs.user_cache_dir("turnout", appauthor=False))
 
 
 def folder(device: Device) -> Path:

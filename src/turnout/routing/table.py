@@ -54,7 +54,7 @@ class Table:
         self._indexes: dict[str, Index] = {}
 
     def lookup(self, op: Op, problem: Any) -> Measurement | None:
-        """The measurement of this problem, or one interpolated between the two nearest sizes of its family."""
+        """Find this problem's measurement, or interpolate between the two nearest sizes of its family."""
         index = self.index(op)
         row = index.by_problem.get(problem)
         if row is not None:

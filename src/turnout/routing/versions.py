@@ -108,6 +108,6 @@ def refuse_unsupported() -> None:
         if known is not None and known < oldest:
             least, most = (".".join(map(str, limit)) for limit in (oldest, newest))
             raise ImportError(
-                f"turnout: {name} {version} is installed, {name} {least} or newer is needed (tested up to {most}); "
-                f"pip install '{name}>={least}'"
+                f"turnout: {name} {version} is installed, {name} {least} or newer is needed "
+                f"(tested up to {most}); pip install '{name}>={least}'"
             )

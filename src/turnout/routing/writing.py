@@ -149,12 +149,12 @@ def refuse_write(call: str, name: str, x: Tensor) -> None:
 
     >>> refuse_write("turnout.f", "out", torch.zeros(1, 3).expand(2, 3))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    turnout.routing.writing.WriteRefused: turnout.f: out is [2, 3] with strides [0, 1], so that some of its elements ...
+    turnout.routing.writing.WriteRefused: turnout.f: out is [2, 3] with strides [0, 1], so that some of ...
     """
     if overlaps_itself(Layout.of(x)):
         raise WriteRefused(
-            f"{call}: {name} is {list(x.shape)} with strides {list(x.stride())}, so that some of its elements share "
-            f"memory; it is written to, so each needs a place of its own: pass {name}.clone()"
+            f"{call}: {name} is {list(x.shape)} with strides {list(x.stride())}, so that some of its "
+            f"elements share memory; it is written to, so each needs a place of its own: pass {name}.clone()"
         )
     _refuse_state(call, name, x)
 
@@ -163,13 +163,13 @@ def _refuse_state(call: str, name: str, x: Tensor) -> None:
     """What does not follow from the facts of a call."""
     if x.is_inference() and not torch.is_inference_mode_enabled():
         raise WriteRefused(
-            f"{call}: {name} is a tensor of inference mode, which is off; it is written to, so it needs to be another "
-            f"one, or the call to be under torch.inference_mode(): pass {name}.clone()"
+            f"{call}: {name} is a tensor of inference mode, which is off; it is written to, so it needs to "
+            f"be another one, or the call to be under torch.inference_mode(): pass {name}.clone()"
         )
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf:
         raise WriteRefused(
-            f"{call}: {name} is a leaf that requires grad, and gradients are enabled; it is written to, so it needs to "
-            "be a tensor without grad, or the call to be under torch.no_grad()"
+            f"{call}: {name} is a leaf that requires grad, and gradients are enabled; it is written to, so "
+            "it needs to be a tensor without grad, or the call to be under torch.no_grad()"
         )
 
 
@@ -225,7 +225,8 @@ def _written(op: Op, args: tuple) -> list[tuple[str, Tensor]]:
 
 def _both_written(op: Op, name: str, other: str) -> WriteRefused:
     return WriteRefused(
-        f"turnout.{op.name}: {name} and {other} overlap and both are written to; each needs memory of its own: pass {other}.clone()"
+        f"turnout.{op.name}: {name} and {other} overlap and both are written to; "
+        f"each needs memory of its own: pass {other}.clone()"
     )
 
 
@@ -253,8 +254,10 @@ class Writes:
         self.written = tuple(i for i in layouts if self.names[i] in op.mutates)
         self.pairs = [
             Pair(i, j, (layouts[i], layouts[j]), self.names[j] in in_place and layouts[i] == layouts[j])
-            for i in self.written for j in layouts if j not in self.written or j > i
-        ]  # fmt: skip
+            for i in self.written
+            for j in layouts
+            if j not in self.written or j > i
+        ]
         self.bytes = [layouts[i].bytes if i in layouts else 0 for i in range(len(self.names))]
         self._known: dict[
             tuple[int, int, int], bool

@@ -46,9 +46,13 @@ class Compiler:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-c", _START, *filter(None, sys.path), os.getcwd()]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.said, env=environment,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.said,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Compiler:
         return self

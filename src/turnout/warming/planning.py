@@ -68,7 +68,7 @@ def specs_of_call(
 
 
 def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
-    """A callable with copies of the models it uses: its own, those of its closure, its defaults, its globals."""
+    """Copy a callable with the models it uses: its own, those of its closure, its defaults, its globals."""
     if isinstance(call, functools.partial):
         keywords = _moved(call.keywords, moved, prepare)
         return functools.partial(

@@ -50,7 +50,8 @@ class Warmed:
             or "it launches none of ours"
         )
         lines = [
-            f"{len(self.kernels)} kernels for {self.device}: {shown}; {self.seconds:.1f} s, {self.jobs} at a time"
+            f"{len(self.kernels)} kernels for {self.device}: {shown}; "
+            f"{self.seconds:.1f} s, {self.jobs} at a time"
         ]
         missing = Counter(kernel.name for kernel in self.named("missing"))
         lines += [f"  missing  {count} x {name}" for name, count in missing.items()]
@@ -59,9 +60,15 @@ class Warmed:
 
 
 def warm(
-    call: Callable[..., Any], *args: Any, device: str | Device | None = None, dtype: torch.dtype | None = None,
-    jobs: int | None = None, check: bool = False, progress: Progress | None = None, **kwargs: Any,
-) -> Warmed:  # fmt: skip
+    call: Callable[..., Any],
+    *args: Any,
+    device: str | Device | None = None,
+    dtype: torch.dtype | None = None,
+    jobs: int | None = None,
+    check: bool = False,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> Warmed:
     """Compile every kernel that `call(*args, **kwargs)` launches on a card, all together, into Triton's
     cache.
 
@@ -102,9 +109,15 @@ def warm(
 
 
 def compile_specs(
-    compiler: Compiler, specs: list[Spec], card: Device, *, jobs: int, check: bool, progress: Progress | None,
+    compiler: Compiler,
+    specs: list[Spec],
+    card: Device,
+    *,
+    jobs: int,
+    check: bool,
+    progress: Progress | None,
     begun: float,
-) -> Warmed:  # fmt: skip
+) -> Warmed:
     """Look up launches, and compile those that are missing."""
     kernels: list[Kernel] = []
     done, missing = 0, 0
@@ -143,6 +156,7 @@ def card_named(name: str | Device | None) -> Device:
     card = name if isinstance(name, Device) else Device.named(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
         raise ValueError(
-            f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; name one, h200 say"
+            f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; "
+            "name one, h200 say"
         )
     return with_software_here(card)

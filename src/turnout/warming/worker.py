@@ -24,7 +24,7 @@ from turnout.routing.failures import in_words
 
 
 class Request(NamedTuple):
-    """What is asked for: the launches, the device, whether only to look, and how many processes may compile."""
+    """The launches, the device, whether only to look for them, and how many processes may compile."""
 
     specs: list[Spec]
     device: Device

@@ -2,9 +2,11 @@
 
 Two forward kernels, one per layout, read every element of x from DRAM once, with 16-byte loads:
 
-`rows`   positions are contiguous (channel-first). A thread owns V neighbouring positions and takes the W-1 before them
-         from the aligned vectors to its left (L1 hits), so no load is ever misaligned. With V = 1 it serves any strides.
-`cols`   channels are contiguous (channel-last, any row pitch). A thread owns a vector of channels and T rows below each other.
+`rows`   positions are contiguous (channel-first). A thread owns V neighbouring positions and takes the W-1
+         before them from the aligned vectors to its left (L1 hits), so no load is ever misaligned. With V = 1
+         it serves any strides.
+`cols`   channels are contiguous (channel-last, any row pitch). A thread owns a vector of channels and T rows
+         below each other.
 
 States live at the ends of a sequence, so `edges` handles them in a launch of its own and the big kernels stay
 lean. Sequences inside a batch row are told apart by `seg`, int32 [B, L]: a tap counts only where seg equals
@@ -12,7 +14,8 @@ the output's, and a negative seg is padding (output 0). Taps that do not count a
 multiplied by zero: NaN stays at home.
 """
 
-# Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the formula.
+# Triton adds tuples with + only, and a branch on a constexpr needs its else. l is the position, as in the
+# formula.
 # ruff: noqa: E741, RET505, RUF005
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
@@ -45,8 +48,12 @@ def join_last(ts, N: tl.constexpr):
 
 @triton.jit
 def rows(
-    x, w, bias, seg, y, D, L, xb, xd, xl, wd, wk, yb, yd, yl,
-    W: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    x, w, bias,  # [B, D, L], [D, W], [D]
+    seg, y,  # [B, L] int32 with SEG, contiguous; [B, D, L]
+    D, L,  # channels, positions
+    xb, xd, xl, wd, wk, yb, yd, yl,  # strides in elements: batch, channel, position, tap (k)
+    W: tl.constexpr, V: tl.constexpr,  # taps; positions of one vector
+    BR: tl.constexpr, BV: tl.constexpr,  # channels, and vectors of positions, of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """One program: BR channels x BV vectors of V positions. V divides L, and every address the vectors start
@@ -59,24 +66,24 @@ def rows(
     blocks = tl.cdiv(D, BR)
     b, d0, l0 = block // blocks, block % blocks * BR, tile * (BV * V)
 
-    i = tl.arange(0, BR * BV)
+    i = tl.arange(0, BR * BV)  # [BR*BV]
     r = i // BV  # [BR*BV] channel within the tile
     v = (i % BV) * V  # [BR*BV] first position within the tile
-    j = tl.arange(0, V)
-    d = d0 + r
-    l = (l0 + v).to(tl.int32)
-    inside = (d < D) & (l < L)
+    j = tl.arange(0, V)  # [V]
+    d = d0 + r  # [BR*BV]
+    l = (l0 + v).to(tl.int32)  # [BR*BV]
+    inside = (d < D) & (l < L)  # [BR*BV]
 
     px = x + b * xb + d0 * xd + l0 * xl
     ox = (r.to(tl.int64) * xd)[:, None] + (v[:, None] + j[None, :]).to(tl.int64) * xl  # [BR*BV, V]
-    xs = ()
+    xs = ()  # (P + 1) * V of [BR*BV]: the positions at hand and those to their left
     for p in tl.static_range(P + 1):
         q = tl.multiple_of(px + (ox - (P - p) * V * xl), (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
         ok = inside if p == P else inside & (l >= (P - p) * V)
         xs = xs + split_last(tl.load(q, mask=ok[:, None], other=0.0).to(tl.float32), V)
     if SEG:
         ps = seg + b * L + l0
-        ss = ()
+        ss = ()  # (P + 1) * V of [BR*BV]: seg of the same positions
         for p in tl.static_range(P + 1):
             q = tl.multiple_of(ps + (v[:, None] + j[None, :] - (P - p) * V), (1, V * 4))
             ok = inside if p == P else inside & (l >= (P - p) * V)
@@ -95,9 +102,9 @@ def rows(
     if BIAS:
         zero += tl.load(bias + c, mask=cm, other=0.0).to(tl.float32)
 
-    out = ()
+    out = ()  # V of [BR*BV]
     for e in tl.static_range(V):
-        acc = zero
+        acc = zero  # [BR*BV]
         for k in tl.static_range(W):
             t = xs[P * V + e - (W - 1) + k]
             if SEG:
@@ -117,8 +124,12 @@ def rows(
 
 @triton.jit
 def cols(
-    x, w, bias, seg, y, D, L, xb, xl, wd, wk, yb, yl,
-    W: tl.constexpr, V: tl.constexpr, G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
+    x, w, bias, seg, y,  # as in `rows`, channels side by side
+    D, L,  # channels, positions
+    xb, xl, wd, wk, yb, yl,  # strides in elements: batch, position; wd, wk: channel, tap
+    W: tl.constexpr, V: tl.constexpr,  # taps; channels of one vector
+    G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr,  # groups; rows of a step; steps of a group
+    BD: tl.constexpr,  # channels of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
 ):  # fmt: skip
     """One program: BD channels of G groups of rows; a group walks down STEPS times T rows and keeps the last
@@ -127,32 +138,33 @@ def cols(
     V divides D and every address a row starts at.
     """
     xl, yl = tl.cast(xl, tl.int64), tl.cast(yl, tl.int64)
-    R: tl.constexpr = T * STEPS
+    R: tl.constexpr = T * STEPS  # rows of a group
     blocks = tl.cdiv(D, BD)
     tiles = tl.cdiv(L, G * R)
     pid = tl.program_id(0).to(tl.int64)
     d0 = pid % blocks * BD
     b, l0 = pid // blocks // tiles, pid // blocks % tiles * (G * R)
 
-    c = tl.arange(0, BD)
-    g = tl.arange(0, G) * R
-    d = (d0 + c).to(tl.int32)
+    c = tl.arange(0, BD)  # [BD]
+    g = tl.arange(0, G) * R  # [G]
+    d = (d0 + c).to(tl.int32)  # [BD]
     l = (l0 + g).to(tl.int32)  # [G] first row of each group
     dm = (d // V < D // V)[None, :]  # as d < D, but constant over a vector
 
-    # The loads of taps stand before the first use: moving them to the layout of x takes barriers, and no load crosses one.
-    raw = ()
+    # The loads of taps stand before the first use: moving them to the layout of x takes barriers, and no load
+    # crosses one.
+    raw = ()  # W taps [BD], then the bias
     for k in tl.static_range(W):
         raw = raw + (tl.load(w + d.to(tl.int64) * wd + k * wk, mask=d < D, other=0.0),)
     if BIAS:
         raw = raw + (tl.load(bias + d, mask=d < D, other=0.0),)
 
     px = x + b * xb + l0 * xl + d0 + ((g.to(tl.int64) * xl)[:, None] + c[None, :])  # [G, BD]
-    py = y + b * yb + l0 * yl + d0 + ((g.to(tl.int64) * yl)[:, None] + c[None, :])
-    xs = ()
-    ss = ()
+    py = y + b * yb + l0 * yl + d0 + ((g.to(tl.int64) * yl)[:, None] + c[None, :])  # [G, BD]
+    xs = ()  # rows [G, BD]: the W-1 before those at hand, then the T at hand
+    ss = ()  # seg of the same rows, [G, 1] each
     if SEG:
-        ps = seg + b * L + l0 + g
+        ps = seg + b * L + l0 + g  # [G]
     for i in tl.static_range(W - 1):
         n = i - (W - 1)
         ok = (l + n >= 0) & (l + n < L)
@@ -172,7 +184,7 @@ def cols(
             if BIAS:
                 acc += raw[W].to(tl.float32)[None, :]
             for k in tl.static_range(W):
-                t = xs[i + k].to(tl.float32)
+                t = xs[i + k].to(tl.float32)  # [G, BD]
                 if SEG:
                     t = tl.where(ss[i + k] == ss[i + W - 1], t, 0.0)
                 acc += t * raw[k].to(tl.float32)[None, :]
@@ -192,8 +204,11 @@ def cols(
 
 @triton.jit
 def segments(cu, seg, N, total, steps, BL: tl.constexpr):
-    """seg[i] = the n with cu[n] <= i < cu[n + 1], by bisection; steps >= log2(N + 1)."""
-    i = tl.program_id(0) * BL + tl.arange(0, BL)
+    """seg[i] = the n with cu[n] <= i < cu[n + 1], by bisection. A program: BL positions.
+
+    cu: [N + 1] starts of N sequences and the end; seg: [total] int32; steps >= log2(N + 1).
+    """
+    i = tl.program_id(0) * BL + tl.arange(0, BL)  # [BL]
     lo = tl.zeros((BL,), tl.int32)
     hi = lo + tl.cast(N, tl.int32)
     for _ in range(steps):
@@ -206,7 +221,7 @@ def segments(cu, seg, N, total, steps, BL: tl.constexpr):
 
 @triton.jit
 def span(cu, n, L):
-    """Start and size of packed sequence n, inside x whatever cu holds."""
+    """Start and size of packed sequence n, inside of L positions whatever cu holds."""
     first = tl.minimum(tl.maximum(tl.load(cu + n).to(tl.int64), 0), L)
     end = tl.minimum(tl.maximum(tl.load(cu + n + 1).to(tl.int64), first), L)
     return first, (end - first).to(tl.int32)
@@ -214,8 +229,13 @@ def span(cu, n, L):
 
 @triton.jit
 def edges(
-    x, w, bias, seg, cu, init, y, final, D, L, xb, xd, xl, wd, wk, yb, yd, yl, ib, id, il, fb, fd, fl,
-    W: tl.constexpr, BD: tl.constexpr,
+    x, w, bias, seg,  # as in `rows`
+    cu,  # [sequences + 1] with PACKED: where sequences begin and end
+    init, y, final,  # [sequences, D, W - 1] with INIT, [B, D, L], [sequences, D, W - 1] with FINAL
+    D, L,  # channels, positions
+    xb, xd, xl, wd, wk, yb, yd, yl,  # strides in elements, as in `rows`
+    ib, id, il, fb, fd, fl,  # of init (i) and final (f)
+    W: tl.constexpr, BD: tl.constexpr,  # taps, channels of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
     PACKED: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
@@ -229,7 +249,7 @@ def edges(
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     n = (pid // blocks).to(tl.int64)
-    d = (pid % blocks * BD + tl.arange(0, BD)).to(tl.int64)
+    d = (pid % blocks * BD + tl.arange(0, BD)).to(tl.int64)  # [BD], as are all pointers and values below
     dm = d < D
     if PACKED:
         first, size = span(cu, n, L)

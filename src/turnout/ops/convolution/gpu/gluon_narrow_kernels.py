@@ -9,7 +9,8 @@ goes down the rows of a strip: each is fetched once, and added to all the output
 both is how fast the second-level cache hands out pixels.
 """
 # pyright: basic, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false
 # ruff: noqa: RUF005 (no starred expressions in Triton)
 
 from triton.experimental import gluon
@@ -42,7 +43,12 @@ def write(
     sums, out, residual, bias, n, s, u, w, inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
     layout: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
-    """WINDOW output pixels from w on, from the products [64, BK * BF] of 64 input pixels."""
+    """Write WINDOW output pixels of [n, s, u] from w on.
+
+    sums: products [64, BK * BF] of 64 input pixels, in `layout`. residual, bias: may be None. inside: whether
+    this row is inside of the output. on, os, ou, ow, oc and rn, ..., rc: strides of out and residual, in
+    elements.
+    """
     LANES: gl.constexpr = BF if BF < 32 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
     column = gl.arange(0, BK * BF, gl.SliceLayout(0, layout)) // BF
@@ -70,9 +76,13 @@ def write(
 
 @gluon.jit
 def compute_narrow(
-    out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters, OS, OU, OW, on, os, ou, ow, oc,
-    rn, rs, ru, rw, rc, KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
-    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+    out, residual, bias,  # [N, OS, OU, OW, filters] by their strides, [filters]
+    xs, b1, full, free_x, free_b, tiles, nw, nt, ns,  # as in `fetch`
+    groups, filters, OS, OU, OW,  # groups of a tile; sizes of the output
+    on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # strides of out and residual, in elements
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr,  # columns of the kernel and filters, as powers of two
+    WINDOW: gl.constexpr, HALF: gl.constexpr,  # output pixels of a warpgroup; which one this is
 ):  # fmt: skip
     """One warpgroup: WINDOW pixels of every tile."""
     BN: gl.constexpr = BK * BF
@@ -87,22 +97,26 @@ def compute_narrow(
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (none,)
         accs = accumulate(
-            accs, group, groups, pixels, b1, b1, full, free_x, free_b, layout, layout, KS, SLOTS, STAGES, BC, BN, 0, True, HALF
+            accs, group, groups, pixels, b1, b1, full, free_x, free_b, layout, layout,
+            KS, SLOTS, STAGES, BC, BN, 0, True, HALF,
         )  # fmt: skip
         group += groups
         for i in gl.static_range(SLOTS):
             write(
-                accs[i], out, residual, bias, n, s + i, u, w, (s + i < OS) & (u < OU), filters, OW, on, os, ou, ow, oc,
-                rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+                accs[i], out, residual, bias, n, s + i, u, w, (s + i < OS) & (u < OU), filters, OW,
+                on, os, ou, ow, oc, rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out(
     x, cache, w1, out, residual, bias,
-    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw, filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr, REPLICATE: gl.constexpr, SLOTS: gl.constexpr,
-    STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+    tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
+    filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
+    KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # as in `fetch`
+    REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
 ):  # fmt: skip
     """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for
     each tap along U only."""
@@ -113,12 +127,18 @@ def narrow_out(
     groups = KU * channel_blocks
     gl.warp_specialize(
         [
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
-                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b, tiles, nw, nt, ns, groups, filters,
-                              OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b, tiles, 1, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
-                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE, SLOTS, STAGES, 2, 1, WINDOW, BC, BK * BF, 0, False)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b,
+                              tiles, nw, nt, ns, groups, filters, OS, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_narrow, (out, residual, bias, xs, b1, full, free_x, free_b,
+                              tiles, nw, nt, ns, groups, filters, OS, OU, OW,
+                              on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KS, SLOTS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch, (x, cache, w1, w1, xs, b1, b1, full, free_x, free_b,
+                     tiles, 1, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,
+                     1, KS, KU, 1, TAP_S, TAP_U, 1, 1, 1, REPLICATE,
+                     SLOTS, STAGES, 2, 1, WINDOW, BC, BK * BF, 0, False)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -151,8 +171,8 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fetch_rolled(
     x, cache, w1, xs, taps, full, free, held, tiles, nw, nu, ns, frames, ps, pu, pw,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The whole weight once, then row by row: all frames that an output sees, all channels."""
     ROW_BYTES: gl.constexpr = BC * x.dtype.primitive_bitwidth // 8
@@ -188,7 +208,8 @@ def fetch_rolled(
 
 @gluon.jit
 def compute_rolled(
-    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns,
+    filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
     KU: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
@@ -226,8 +247,8 @@ def compute_rolled(
                 at_u = u + gl.where(up, ROWS - 1 - row, row)
                 inside = (row >= 0) & (at_u < OU)
                 write(
-                    accs[(j + 1) % KU], out, residual, bias, n, s, at_u, w + HALF * WINDOW, inside, filters, OW, on, os, ou, ow, oc,
-                    rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
+                    accs[(j + 1) % KU], out, residual, bias, n, s, at_u, w + HALF * WINDOW, inside,
+                    filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc, layout, BK, BF, WINDOW,
                 )  # fmt: skip
                 accs = accs[: (j + 1) % KU] + (none,) + accs[(j + 1) % KU + 1 :]
 
@@ -236,8 +257,9 @@ def compute_rolled(
 def narrow_out_rolled(
     x, cache, w1, out, residual, bias,
     tiles, nw, nu, ns, frames, ps, pu, pw, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr,
+    WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)
@@ -247,11 +269,14 @@ def narrow_out_rolled(
     held = barriers(1, 1)
     gl.warp_specialize(
         [
-            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
-                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 0)),
-            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, filters, OU, OW,
-                              on, os, ou, ow, oc, rn, rs, ru, rw, rc, KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 1)),
-            (fetch_rolled, (x, cache, w1, xs, taps, full, free, held.index(0), tiles, nw, nu, ns, frames, ps, pu, pw,
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0),
+                              tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 0)),
+            (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0),
+                              tiles, nw, nu, ns, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+                              KU, KS * BLOCKS, ROWS, STAGES, BC, BK, BF, WINDOW, 1)),
+            (fetch_rolled, (x, cache, w1, xs, taps, full, free, held.index(0),
+                            tiles, nw, nu, ns, frames, ps, pu, pw,
                             KS, KU, BLOCKS, REPLICATE, ROWS, STAGES, BC, BK * BF, WINDOW)),
         ],
         [4, 1],
