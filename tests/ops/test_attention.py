@@ -200,8 +200,8 @@ def test_runs_of_lengths():
         (0, 2, [4, 5]),
         (2, 1, [0, 1, 5]),
     ):
-        assert padding.counting(x, head, tail).flatten().tolist() == expected
-    assert padding.counting(x, 2, 0).data_ptr() == x.data_ptr()
+        assert padding.valid_keys(x, head, tail).flatten().tolist() == expected
+    assert padding.valid_keys(x, 2, 0).data_ptr() == x.data_ptr()
     assert padding.Common.of([9, 0, 12, 0, 9, 0, 10, 0, 9, 0], 12).some == (1, 3)
 
 
@@ -217,11 +217,11 @@ def test_keys_are_split_into_common_and_rest(lengths, step):
     assert run.size % step == 0 or run.size < step
     for i, (head, tail) in enumerate(zip(run.rest[::2], run.rest[1::2], strict=True)):
         expected = (
-            padding.counting(torch.arange(50.0).view(1, 1, 50, 1), *lengths[2 * i : 2 * i + 2])
+            padding.valid_keys(torch.arange(50.0).view(1, 1, 50, 1), *lengths[2 * i : 2 * i + 2])
             .flatten()
             .tolist()
         )
-        left = [] if head + tail == 0 else padding.counting(rest, head, tail).flatten().tolist()
+        left = [] if head + tail == 0 else padding.valid_keys(rest, head, tail).flatten().tolist()
         assert sorted(common.flatten().tolist() + left) == expected
 
 

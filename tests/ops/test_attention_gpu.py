@@ -188,7 +188,7 @@ def test_two_streams_leave_nothing_behind(lengths):
         for x in [torch.empty_like(q) for _ in range(6)]:
             x.fill_(torch.nan)
         assert torch.equal(out, expected)
-    padded = ~padding.counted(args[-1], None, 2, 320, GPU)[:, None, :, None]
+    padded = ~padding.valid_key_mask(args[-1], None, 2, 320, GPU)[:, None, :, None]
     assert torch.equal(run(q, k.masked_fill(padded, torch.nan), v.masked_fill(padded, torch.nan)), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

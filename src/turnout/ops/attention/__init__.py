@@ -154,12 +154,12 @@ def reference(
     if mask is None and kv_lengths is None and not lengths and not short and not _written_down(q, k, v, mask):
         return like_queries(_by_torch(q, k, v, None, causal, scale), q)
     check(q, k, v, mask)
-    counts = padding.counted(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
+    valid = padding.valid_key_mask(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
     if short:
-        k, v, mask, counts = padding.lengthened(k, v, mask, counts, _VECTOR)
-    if counts is not None:
-        k, v = padding.blanked(k, v, counts)
-        allowed = counts[:, None, None]
+        k, v, mask, valid = padding.lengthened(k, v, mask, valid, _VECTOR)
+    if valid is not None:
+        k, v = padding.blanked(k, v, valid)
+        allowed = valid[:, None, None]
         mask = (
             allowed
             if mask is None

@@ -94,8 +94,8 @@ def by_torch(
     lengths: list[int],
 ) -> Tensor:
     """torch's attention as models call it, in whatever layout it returns: padding as a boolean mask."""
-    counts = padding.counted(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
-    mask = mask if counts is None else counts[:, None, None]
+    valid = padding.valid_key_mask(lengths, kv_lengths, k.shape[0], k.shape[2], q.device)
+    mask = mask if valid is None else valid[:, None, None]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=bool(q.shape[1] != k.shape[1])
     )

@@ -91,7 +91,7 @@ def torch_share(problem: Attention, device: Device) -> float:
 
 
 def reference(problem: Attention, device: Device) -> float | None:
-    """torch's attention; of padded keys it computes everything, and with a mask of a causal call too."""
+    """torch's attention. With a mask it computes all scores, those of padded keys and of causal calls too."""
     masked = problem.mask is not None or problem.padding is not None
     whole = problem._replace(share=100, causal=problem.causal and not masked)
     if device.type == "cuda":
@@ -132,9 +132,11 @@ def efficient(problem: Attention, device: Device) -> float | None:
 
 
 def narrow(problem: Attention, device: Device) -> float | None:
-    """torch's attention on fewer keys, a call for each batch element, each a little below its best; outputs
-    are copied. On an H200 874 us at 2x24x4608x128 with lengths 4400 and 4608; 1059 where the keys are in two
-    parts and copied too."""
+    """torch's attention on the valid keys, a call for each batch element, and a copy of the outputs.
+
+    Each call is a little below its best. On an H200 874 us at 2x24x4608x128 with lengths 4400 and 4608; 1059
+    where the keys are in two parts and copied too.
+    """
     unpadded = problem._replace(padding=None)
     copied = device.seconds(
         2 * problem.batch * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize
@@ -155,8 +157,11 @@ def common(problem: Attention, device: Device) -> float | None:
 
 
 def common_together(problem: Attention, device: Device) -> float | None:
-    """torch's attention on what all have in common, then our kernel on the rest: 912 and 951 us on an H200
-    for the two calls of `narrow` above, 34.7 ms of cuDNN's 38.6 at 1x40x32760x128. The host takes 110 us."""
+    """torch's attention on the keys that all batch elements share, then our kernel on the others.
+
+    On an H200 912 and 951 us for the two calls of `narrow` above, 34.7 ms of cuDNN's 38.6 at 1x40x32760x128.
+    The host takes 110 us.
+    """
     if problem.padding is None and not was_measured(device):
         return None
     shared = at_share(
@@ -167,14 +172,14 @@ def common_together(problem: Attention, device: Device) -> float | None:
 
 
 def common_apart(problem: Attention, device: Device) -> float | None:
-    """Each batch element for itself on two streams, where most of our kernel's time and of the copies is
-    hidden: 843 and 859 us for the same two calls. The host takes 150 us a batch element."""
+    """A call for each batch element on two streams, which hide most of our kernel's and the copies' time.
+
+    On an H200 843 and 859 us for the same two calls. The host takes 150 us a batch element.
+    """
     if problem.common == problem.share:
         return None
-    whole, rest = (
-        at_share(torch_share(_even(problem), device), _even(problem), device),
-        _rest(problem, device),
-    )
+    whole = at_share(torch_share(_even(problem), device), _even(problem), device)
+    rest = _rest(problem, device)
     copied = device.seconds(2 * problem.heads * problem.rows * problem.dim_v * problem.dtype.itemsize)
     if whole is None or rest is None or copied is None:
         return None
@@ -183,13 +188,16 @@ def common_apart(problem: Attention, device: Device) -> float | None:
 
 
 def _even(problem: Attention) -> Attention:
-    """Without lengths, and as many keys as cuDNN takes at its best."""
+    """The problem without lengths, its keys rounded up to a multiple of cuDNN's step."""
     return problem._replace(padding=None, keys=-(-problem.keys // STEP) * STEP)
 
 
 def _rest(problem: Attention, device: Device) -> float | None:
-    """Our kernel on keys that do not count for all, and on those beyond a multiple of STEP, half of that on
-    average. It reads q and the output and writes it once more, at 0.7 of the bandwidth."""
+    """Our kernel on keys that are not valid for all batch elements, and on those beyond a multiple of STEP.
+
+    The latter are STEP / 2 on average. The kernel reads q and the output and writes the output once more, at
+    0.7 of the bandwidth.
+    """
     left = (problem.share - problem.common) * problem.keys // 100 + (
         STEP // 2 if prefers_cudnn(device) else 0
     )
@@ -200,8 +208,8 @@ def _rest(problem: Attention, device: Device) -> float | None:
         * (problem.dim + 2 * problem.dim_v)
         * problem.dtype.itemsize
     )
-    fitted, seen = device.fitted(FITTED), problem._replace(keys=left, share=100, padding=None)
-    added = at_share(fitted.rest * share_of("triton", problem, device), seen, device)
+    fitted, others = device.fitted(FITTED), problem._replace(keys=left, share=100, padding=None)
+    added = at_share(fitted.rest * share_of("triton", problem, device), others, device)
     return None if moved is None or added is None else added + fitted.rest_moving * moved
 
 

@@ -1,9 +1,9 @@
-"""Keys that do not count: from what a caller gives (lengths, a list or a tensor, a boolean mask over keys) to
-what routes work with.
+"""Turn the padding of a public call into the lengths that routes work with.
 
-All of it becomes two numbers per batch element: the first `head` keys and the last `tail` keys count. Text
-padded to a fixed length and an image behind it is (text length, image length); padding at the end is (length,
-0).
+A caller passes lengths, as a list or a tensor, or a boolean mask over keys. Each becomes two numbers per
+batch element: the first `prefix` keys and the last `suffix` keys are valid, those between are padding. Text
+padded to a fixed length with an image behind it is (text length, image length); padding at the end is
+(length, 0).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from turnout.routing.fallback import can_read_values, version_of
 
 
 def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[int]]:
-    """`kv_lengths` of a public call as a tensor [B, 2] that only the device knows, or as a flat list of 2 B
-    numbers.
+    """Check `kv_lengths` and bring them to one form: a flat list of 2 B numbers if the host knows them.
+
+    Else a tensor [B, 2] on the device, and an empty list.
     """
     if isinstance(kv_lengths, Tensor):
         shape = tuple(kv_lengths.shape)
@@ -52,25 +53,26 @@ def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[i
         )
     flat: list[int] = []
     for entry in kv_lengths:
-        head, tail = _lengths(entry)
-        if head < 0 or tail < 0 or head + tail > keys:
+        prefix, suffix = _lengths(entry)
+        if prefix < 0 or suffix < 0 or prefix + suffix > keys:
             raise ValueError(f"kv_lengths has {entry}, it needs lengths from 0 to {keys}, the number of keys")
-        flat += head, tail
+        flat += prefix, suffix
     return None, flat
 
 
 def _lengths(entry: Any) -> tuple[int, int]:
-    """Two numbers from an entry of `kv_lengths`: a number or a pair of them, NumPy's too."""
+    """(prefix, suffix) of an entry of `kv_lengths`: an integer or a pair of them, NumPy's too."""
     try:
         return operator.index(entry), 0
     except TypeError:
-        head, tail = map(operator.index, entry)
-        return head, tail
+        prefix, suffix = map(operator.index, entry)
+        return prefix, suffix
 
 
 def of_mask(mask: Tensor, batch: int, keys: int) -> list[int] | None:
-    """The lengths that a boolean mask over keys says, or None: another kind of mask, or one with holes, or
-    values that cannot be read.
+    """Read lengths from a boolean mask over keys.
+
+    None for another kind of mask, one with holes, or one whose values cannot be read now.
     """
     if key_mask(mask, batch, keys) is None:
         return None
@@ -78,9 +80,7 @@ def of_mask(mask: Tensor, batch: int, keys: int) -> list[int] | None:
 
 
 def key_mask(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
-    """A boolean mask that is the same for all heads and queries, as [B, keys] without a copy; None for any
-    other.
-    """
+    """View a boolean mask that is the same for all heads and queries as [B, keys]; None for any other."""
     if (
         mask is None
         or mask.dtype is not torch.bool
@@ -95,10 +95,10 @@ def key_mask(mask: Tensor | None, batch: int, keys: int) -> Tensor | None:
     return full[:, 0, 0].expand(batch, keys) if 0 not in full.shape else None
 
 
-def counted(
+def valid_key_mask(
     lengths: Sequence[int], kv_lengths: Tensor | None, batch: int, keys: int, device: torch.device
 ) -> Tensor | None:
-    """Which keys count, as a boolean [B, keys]; None for all."""
+    """A boolean mask [B, keys] that is true for valid keys; None if all are valid."""
     if keys == 0:
         return None
     if kv_lengths is not None:
@@ -106,38 +106,41 @@ def counted(
         return (at < kv_lengths[:, :1]) | (at >= keys - kv_lengths[:, 1:])
     if not lengths:
         return None
-    counts = torch.zeros(batch, keys, dtype=torch.bool, device=device)
+    valid = torch.zeros(batch, keys, dtype=torch.bool, device=device)
     # Filled, not copied: a copy from the host waits for the device.
-    for first, size, head, tail in alike(lengths):
-        counts[first : first + size, :head] = True
-        counts[first : first + size, keys - tail :] = True
-    return counts
+    for first, size, prefix, suffix in alike(lengths):
+        valid[first : first + size, :prefix] = True
+        valid[first : first + size, keys - suffix :] = True
+    return valid
 
 
-def blanked(k: Tensor, v: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with nothing in them that does not count, NaN included. Such a key becomes the first that
-    counts, not zero: its score is masked all the same, and is NaN or infinite only where another is too."""
-    is_valid = counts[:, None, :, None]
-    first = counts.int().argmax(1)[:, None, None, None].expand(k.shape[0], k.shape[1], 1, k.shape[3])
+def blanked(k: Tensor, v: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace padding in k and v, so that NaN in it has no effect.
+
+    A padded key becomes a copy of the first valid one, not zero: its score is masked all the same, and is NaN
+    or infinite only if that of a valid key is. A padded value becomes zero.
+    """
+    is_valid = valid[:, None, :, None]
+    first = valid.int().argmax(1)[:, None, None, None].expand(k.shape[0], k.shape[1], 1, k.shape[3])
     return torch.where(is_valid, k, k.gather(2, first)), torch.where(is_valid, v, 0.0)
 
 
 def lengthened(
-    k: Tensor, v: Tensor, mask: Tensor | None, counts: Tensor | None, keys: int
+    k: Tensor, v: Tensor, mask: Tensor | None, valid: Tensor | None, keys: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The same call with more keys, which are masked."""
     more = keys - k.shape[2]
-    if counts is None:
-        counts = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+    if valid is None:
+        valid = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
     if mask is not None:
         mask = F.pad(mask.expand(*mask.shape[:-1], k.shape[2]), (0, more))
     k, v = (F.pad(x, (0, 0, 0, more)) for x in (k, v))
-    return k, v, mask, F.pad(counts, (0, more))
+    return k, v, mask, F.pad(valid, (0, more))
 
 
 @functools.lru_cache(maxsize=256)
 def on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The flat list as [B, 2], copied there once: a copy from the host waits for the device.
+    """Copy the flat list to the device as [B, 2], once, as each copy from the host waits for the device.
 
     For routes, which never see a fake tensor.
     """
@@ -147,11 +150,11 @@ def on_device(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _runs(mask: Tensor | None) -> list[int] | None:
     assert mask is not None
     rows = mask.cpu()
-    head = rows.long().cumprod(1).sum(1)
-    tail = torch.where(head == rows.shape[1], 0, rows.flip(1).long().cumprod(1).sum(1))
-    if not torch.equal(head + tail, rows.sum(1)):
+    prefix = rows.long().cumprod(1).sum(1)
+    suffix = torch.where(prefix == rows.shape[1], 0, rows.flip(1).long().cumprod(1).sum(1))
+    if not torch.equal(prefix + suffix, rows.sum(1)):
         return None
-    return torch.stack([head, tail], 1).flatten().tolist()
+    return torch.stack([prefix, suffix], 1).flatten().tolist()
 
 
 _MOST_KEPT = 16
@@ -159,11 +162,10 @@ _kept: list[tuple[Any, int, Any]] = []
 
 
 def _values(tensor: Tensor, read: Callable[[Tensor], Any]) -> Any:
-    """What `read` makes of a tensor's values; None where they cannot be looked at: in transforms, and while a
-    graph is traced or captured.
+    """Apply `read` to a tensor; None in transforms and while a graph is traced or captured.
 
-    On a GPU reading waits for the device, so a tensor is read once: the layers of a model share theirs. One
-    that was made in inference mode may change unnoticed, and is read every time.
+    On a GPU reading waits for the device, so the result is cached, as the layers of a model share one mask. A
+    tensor made in inference mode may change without a new version, and is read every time.
     """
     if not can_read_values(tensor):
         return None
@@ -187,25 +189,23 @@ def _alive(entries: Iterable[tuple[Any, int, Any]], but: Tensor) -> list[tuple[A
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Neighbours of one batch with the same lengths, as (first, how many, head, tail).
+    """Group neighbours of a batch with the same lengths, as (first, count, prefix, suffix).
 
     >>> alike([7, 0, 7, 0, 3, 0])
     [(0, 2, 7, 0), (2, 1, 3, 0)]
     """
     groups: list[tuple[int, int, int, int]] = []
-    for i, (head, tail) in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
-        if groups and groups[-1][2:] == (head, tail):
+    for i, (prefix, suffix) in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
+        if groups and groups[-1][2:] == (prefix, suffix):
             first, count, *_ = groups.pop()
-            groups.append((first, count + 1, head, tail))
+            groups.append((first, count + 1, prefix, suffix))
         else:
-            groups.append((i, 1, head, tail))
+            groups.append((i, 1, prefix, suffix))
     return groups
 
 
 class Common(NamedTuple):
-    """One run of keys that counts for every batch element, and what else counts, as lengths within what is
-    left of the keys.
-    """
+    """One run of keys that are valid for every batch element, and the lengths of each in the other keys."""
 
     first: int
     size: int
@@ -213,8 +213,9 @@ class Common(NamedTuple):
 
     @staticmethod
     def of(lengths: Sequence[int], keys: int, step: int = 1) -> Common:
-        """The longer of the runs that start at the first key and that end at the last; of many keys a
-        multiple of `step`.
+        """Take the longer of two runs: from the first key on, or up to the last key.
+
+        A run of at least `step` keys is cut to a multiple of it.
 
         >>> Common.of([4400, 0, 4608, 0], 4608)
         Common(first=0, size=4400, rest=(0, 0, 208, 0))
@@ -223,38 +224,38 @@ class Common(NamedTuple):
         >>> Common.of([300, 4096, 512, 4096], 4608)
         Common(first=512, size=4096, rest=(300, 0, 512, 0))
         """
-        # Where all keys count, they are a run from the start as well as one to the end.
+        # If all keys are valid, they are a run from the first key as well as one up to the last.
         both = [
-            (keys, keys) if head + tail == keys else (head, tail)
-            for head, tail in zip(lengths[::2], lengths[1::2], strict=True)
+            (keys, keys) if prefix + suffix == keys else (prefix, suffix)
+            for prefix, suffix in zip(lengths[::2], lengths[1::2], strict=True)
         ]
-        start, end = min(head for head, _ in both), min(tail for _, tail in both)
+        start, end = min(prefix for prefix, _ in both), min(suffix for _, suffix in both)
         if start >= end:
             start -= start % step if start >= step else 0
-            rest = [(head - start, 0 if head == keys else tail) for head, tail in both]
+            rest = [(prefix - start, 0 if prefix == keys else suffix) for prefix, suffix in both]
             return Common(0, start, tuple(n for pair in rest for n in pair))
         end -= end % step if end >= step else 0
         left = keys - end
-        rest = [(left, 0) if head == keys else (min(head, left), tail - end) for head, tail in both]
+        rest = [(left, 0) if prefix == keys else (min(prefix, left), suffix - end) for prefix, suffix in both]
         return Common(left, end, tuple(n for pair in rest for n in pair))
 
     @property
     def some(self) -> tuple[int, int]:
-        """The first batch element of which more keys count, and how many there are up to the last."""
+        """First and count of the batch elements, from the first to the last, that have more valid keys."""
         having = [i for i, pair in enumerate(zip(self.rest[::2], self.rest[1::2], strict=True)) if any(pair)]
         return (having[0], having[-1] + 1 - having[0]) if having else (0, 0)
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys of x [B, G, N, D] in common, and what is left."""
+        """Split x [B, G, N, D] into the keys of the run and the others."""
         left = x.shape[2] - self.size
         return x.narrow(2, self.first, self.size), x.narrow(2, 0 if self.first else self.size, left)
 
 
-def counting(x: Tensor, head: int, tail: int) -> Tensor:
-    """The keys of x [B, G, N, D] that count: a view, or a copy where they are in two places."""
+def valid_keys(x: Tensor, prefix: int, suffix: int) -> Tensor:
+    """The valid keys of x [B, G, N, D]: a view, or a copy if they are in two places."""
     keys = x.shape[2]
-    if head + tail == keys:
+    if prefix + suffix == keys:
         return x
-    if head == 0 or tail == 0:
-        return x.narrow(2, 0 if head else keys - tail, head + tail)
-    return torch.cat([x.narrow(2, 0, head), x.narrow(2, keys - tail, tail)], 2)
+    if prefix == 0 or suffix == 0:
+        return x.narrow(2, 0 if prefix else keys - suffix, prefix + suffix)
+    return torch.cat([x.narrow(2, 0, prefix), x.narrow(2, keys - suffix, suffix)], 2)

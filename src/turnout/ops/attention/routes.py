@@ -182,12 +182,12 @@ def narrow(
     """
     out = empty_like_queries(q, v.shape[3])
     grouped = bool(q.shape[1] != k.shape[1])
-    for first, count, head, tail in padding.alike(lengths):
+    for first, count, prefix, suffix in padding.alike(lengths):
         some = slice(first, first + count)
-        if head + tail == 0:
+        if prefix + suffix == 0:
             out[some] = 0.0
             continue
-        near, far = (padding.counting(x[some], head, tail) for x in (k, v))
+        near, far = (padding.valid_keys(x[some], prefix, suffix) for x in (k, v))
         if q.is_cpu:  # where torch loses NaN with few keys
             out[some] = reference(q[some], near, far, None, False, scale, None, [])
         else:
@@ -301,9 +301,9 @@ def common_keys(
         return together(slice(None), slice(None), lengths)
     out = empty_like_queries(q, v.shape[3])
 
-    def alone(first: int, count: int, head: int, tail: int, some_rows: slice) -> None:
+    def alone(first: int, count: int, prefix: int, suffix: int, some_rows: slice) -> None:
         some = slice(first, first + count)
-        out[some, :, some_rows] = together(some, some_rows, [head, tail] * count)
+        out[some, :, some_rows] = together(some, some_rows, [prefix, suffix] * count)
 
     # Those that leave most to our kernel first: it then runs beside another element's call.
     groups.sort(

@@ -89,8 +89,9 @@ def dense(y: Tensor, last: bool) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """What the outputs of one call see: every position in float32 (float64 for float64), and which of them
-    belong together.
+    """The inputs of one call as its outputs use them.
+
+    All positions in float32 (float64 for float64), and the sequence that each belongs to.
     """
 
     line: Tensor  # [batch, dim, reach + length], x after `reach` positions of initial states or zeros
@@ -141,8 +142,9 @@ class Seen(NamedTuple):
         return torch.where(own, tap, self.states[sequence, :, place].t())
 
     def place(self, k: int) -> tuple[Tensor, Tensor]:
-        """Sequence and place of the state that tap k sees where it reaches over the start of a packed
-        sequence, both [length].
+        """Where tap k reaches over the start of a packed sequence: the sequence and the place in its state.
+
+        Both are [length].
         """
         assert self.marks is not None
         assert self.cu_seqlens is not None
@@ -159,16 +161,18 @@ class Seen(NamedTuple):
         return total  # pyright: ignore[reportReturnType]
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        """Packed sequences: positions in x of their last ones, [sequences, reach], and those positions
-        counted from the start, less reach
-        where they fall before it: the place in the initial state."""
+        """The last `reach` positions of each packed sequence, [sequences, reach], in x and in the sequence.
+
+        The second is negative where a sequence is shorter: `reach` more is the place in the initial state.
+        """
         assert self.cu_seqlens is not None
         at = self.cu_seqlens[1:, None] - self.reach + torch.arange(self.reach, device=self.cu_seqlens.device)
         return at, at - self.cu_seqlens[:-1, None]
 
     def final(self) -> Tensor:
-        """The last `reach` positions of each sequence, its initial state where it is shorter than that:
-        [sequences, dim, reach].
+        """The final states [sequences, dim, reach]: the last positions of each sequence.
+
+        Where a sequence is shorter than `reach`, its initial state comes before them.
         """
         if self.cu_seqlens is None:
             final = self.line[..., self.length :]
@@ -199,7 +203,7 @@ def _marks(
         )[None]
     elif seq_idx is not None and length > 0:
         own = seq_idx
-        if states:  # they belong to the sequence of the first position
+        if states:  # initial states belong to the sequence of the first position
             return torch.cat([own[:, :1].expand(batch, reach), own], 1)
     else:
         return None
@@ -216,7 +220,7 @@ def reference(
     initial_states: Tensor | None,
     return_final_states: bool,
 ) -> tuple[Tensor, Tensor]:
-    """One shifted product a tap, added in float32 (float64 for float64), rounded once.
+    """Add up one shifted product per tap in float32 (float64 for float64), and round once.
 
     Final states are empty where not asked for.
     """
@@ -272,7 +276,7 @@ def work(problem: CausalConv1d) -> Work:
 
 
 def family(problem: CausalConv1d) -> tuple[tuple, int]:
-    """Problems that differ in their length only, and that length."""
+    """What problems share that differ only in their length, and that length."""
     strides = problem.strides if problem.layout == "strided" else ()
     without_sizes = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
     return (problem.layout, *without_sizes), problem.length

@@ -137,7 +137,7 @@ def work(problem: CausalConv1dBackward) -> Work:
 
 
 def family(problem: CausalConv1dBackward) -> tuple[Any, int]:
-    """Problems that differ in their length only, and that length."""
+    """What problems share that differ only in their length, and that length."""
     without_sizes, size = forward_family(problem.call)
     return (without_sizes, problem.grad_strides == problem.call.strides), size
 

@@ -1,8 +1,6 @@
-"""What a convolution costs: the fewest bytes and operations, and the time of torch's kernels and of the
-methods, in seconds.
+"""Estimate the work of a convolution and the seconds of torch's kernels and of the methods in plain torch.
 
-The constants are the device's (`devices/`). They are for choosing without a table; `tune` replaces them where
-it matters.
+The constants are those of the device (`devices/`). They serve to choose without a table; `tune` measures.
 """
 
 from __future__ import annotations
@@ -22,16 +20,14 @@ from turnout.routing.op import Work
 
 
 def work(problem: Convolution) -> Work:
-    """Input, weight and residual read once, output written once, a multiplication and an addition for every
-    tap of every output.
-    """
+    """Count input, weight and residual read once, the output written once, and two operations per tap."""
     written = prod(problem.output)
     read = prod(problem.input) + prod(problem.weight) + (0 if problem.residual is None else written)
     return Work((read + written) * problem.dtype.itemsize, problem.flops, written * problem.dtype.itemsize)
 
 
 def family(problem: Convolution) -> tuple[Any, int]:
-    """Problems that differ in their frames, rows and columns only, and how many pixels the output has."""
+    """What problems share that differ only in frames, rows and columns, and the output's number of pixels."""
     if problem.invalid() is not None:
         return problem, 0
     layouts = tuple(map(layout_of, *zip(*_tensors(problem), strict=True)))
@@ -63,8 +59,11 @@ def layout_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
 
 
 def gpu_arithmetic(problem: Convolution, device: Device) -> float | None:
-    """cuDNN with channels side by side. Filters fill tiles of 64; at 96 it takes an old kernel, half as fast
-    as the others, and with few channels to read it reaches a tenth of the peak."""
+    """The seconds of cuDNN's products with channels last.
+
+    Filters fill tiles of 64. At 96 cuDNN takes an old kernel, half as fast as the others; with few input
+    channels it reaches a tenth of the peak.
+    """
     kind = "tf32" if problem.float32.conv == "tf32" else str(problem.dtype).removeprefix("torch.")
     peak = device.flops.get(kind)
     if peak is None:

@@ -1,6 +1,6 @@
-"""What the methods in plain torch cannot do.
+"""Guards of the routes in plain torch: which convolutions each cannot take.
 
-`problem` is that of one convolution; ops with more to say of a call hand over its parts.
+`problem` is that of one convolution; ops whose own problem holds more pass its convolution.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from turnout.ops.needs import HALF_AND_SINGLE, needs_dtype, needs_numba
 from turnout.routing.device import Device
 
 HALVES = (torch.float16, torch.bfloat16)
-LONGEST_SUM = (
-    288  # measured with torch 2.13: error as elsewhere at 288 products, 1.4 times at 432, 2.4 times at 864
-)
-SHORT_SUM = 128  # up to here as exact as anything torch does
-LONGEST_OF_PIXELS = (
-    144  # for kernels of one pixel in height and width: 1.6 times the error at 192 products, 1.8 times at 240
-)
+# Products that are added up in one go. Torch 2.13's error is that of its other kernels at 288, 1.4 times that
+# at 432, 2.4 times at 864.
+LONGEST_SUM = 288
+SHORT_SUM = 128  # products that are added up as exactly as by any kernel of torch
+# The same for kernels of one pixel in height and width: 1.6 times the error at 192, 1.8 times at 240.
+LONGEST_OF_PIXELS = 144
 
 
 def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | None = None) -> Iterator[str]:
-    """On a CPU: a kernel for the dtype, and outputs that see some input.
+    """Need, on a CPU, a oneDNN kernel for the dtype, and outputs that see some input.
 
-    Others crash in some layouts (torch 2.13).
+    Without such an input oneDNN crashes in some layouts (torch 2.13).
     """
     if device.type != "cpu":
         return
@@ -53,8 +52,9 @@ def needs_one_dnn(problem: Convolution, device: Device, dtype: torch.dtype | Non
 
 
 def on_torchs_own_loop(problem: Convolution, device: Device) -> bool:
-    """Whether torch keeps a call on a CPU from oneDNN: few pixels of a single image in float32, or a dtype
-    that it has no kernel for.
+    """Whether torch runs a call on a CPU without oneDNN.
+
+    It does so for few pixels of a single image in float32, and for dtypes that oneDNN has no kernel for.
     """
     if problem.dtype is not torch.float32:
         return problem.dtype not in device.one_dnn
@@ -68,7 +68,7 @@ def on_torchs_own_loop(problem: Convolution, device: Device) -> bool:
 
 
 def needs_sums_as_careful(problem: Convolution, device: Device, at_once: int, longest: int) -> Iterator[str]:
-    """For `at_once` products that are added up in one go, where torch would take its loop."""
+    """Need at most `longest` products at once where torch's own loop adds up shorter sums."""
     if (
         problem.dtype is torch.float32
         and at_once > longest
@@ -84,8 +84,10 @@ def needs_sums_as_careful(problem: Convolution, device: Device, at_once: int, lo
 def needs_sums_as_exact(
     problem: Convolution, device: Device, length: int, longest: int | None = None
 ) -> Iterator[str]:
-    """In float32 oneDNN adds up channels last in one go, and loses up to four times the digits of what torch
-    takes elsewhere.
+    """Need sums of at most `longest` products, where oneDNN would be less exact than torch.
+
+    In float32 with channels last oneDNN adds up in one go, with up to four times the error of torch's other
+    kernels.
     """
     keeps_layout = problem.output_channels_last and not on_torchs_own_loop(problem, device)
     longest = longest or (LONGEST_OF_PIXELS if prod(problem.weight[-2:]) == 1 else LONGEST_SUM)
@@ -104,9 +106,11 @@ def refuses_anywhere(problem: Convolution, *dtypes: torch.dtype) -> Iterator[str
 
 
 def needs_even_channels(problem: Convolution, device: Device) -> Iterator[str]:
-    """oneDNN multiplies pairs of bfloat16 channels: with an odd number, channels last, the last one's pair is
-    the next pixel's first times zero, which is NaN where that is not finite (torch 2.13, AVX-512 with
-    bf16)."""
+    """Need an even number of bfloat16 channels on a CPU, as oneDNN multiplies them in pairs.
+
+    With channels last the last odd one is paired with the next pixel's first channel, times zero: NaN where
+    that is not finite (torch 2.13, AVX-512 with bf16).
+    """
     if (
         device.type == "cpu"
         and problem.dtype is torch.bfloat16
@@ -159,8 +163,11 @@ def refuses_one_dnn(problem: Convolution, device: Device) -> Iterator[str]:
 
 
 def needs_pixels_in_groups(problem: Convolution, device: Device) -> Iterator[str]:
-    """On a CPU torch lays groups out by no rule where an image that goes in or comes out is one pixel wide or
-    high (2.13; it depends on threads, too)."""
+    """Need pixels in both axes for groups on a CPU.
+
+    Where input or output is one pixel wide or high, the strides that torch 2.13 gives the output follow no
+    rule and depend on the number of threads.
+    """
     if device.type != "cpu" or problem.invalid() is not None or problem.groups == 1:
         return
     if 1 in (*problem.input[-2:], *problem.output[-2:]):
@@ -177,9 +184,10 @@ def refuses_upcast(problem: Convolution, device: Device) -> Iterator[str]:
 
 
 def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None = None) -> Iterator[str]:
-    """Only float32: a vendor's 2-D kernel rounds what it returns, and half types rounded after every tap are
-    not `close`. `frames` are
-    those that are not padding: where some depths see nothing else, torch's sums are as much shorter."""
+    """Take float32 only: half types would be rounded after every tap, and are then not `close`.
+
+    `frames` counts those that are not padding: where some depths see only padding, torch's sums are shorter.
+    """
     yield from refuses_anywhere(problem, torch.float32)
     yield from needs_one_dnn(problem, device)
     if problem.spatial == 3 and problem.weight[2] < 2:
@@ -187,7 +195,7 @@ def refuses_depth_taps(problem: Convolution, device: Device, frames: int | None 
     if device.type != "cpu" or problem.invalid() is not None:
         return
     pixels = prod(problem.weight[-2:])
-    if problem.groups > 1:  # whose channels are not added up in parts
+    if problem.groups > 1:  # their channels are not added up in parts
         yield from needs_sums_as_exact(problem, device, prod(problem.weight[1:]))
         if 1 in (*problem.input[-2:], *problem.weight[-2:]):
             yield (

@@ -79,9 +79,7 @@ def plain_format(input: Tensor, weight: Tensor) -> torch.memory_format:
 
 
 def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
-    """The same values with exactly the strides of a fresh tensor of that format; copied only where memory has
-    another order.
-    """
+    """Give x exactly the strides of a fresh tensor of that format; copy only if needed."""
     strides = dense_strides(x.shape, format)
     if x.stride() == strides:
         return x
@@ -91,16 +89,18 @@ def in_format(x: Tensor, format: torch.memory_format) -> Tensor:
 
 
 def with_residual(y: Tensor, residual: Tensor | None) -> Tensor:
-    """y and a residual, added in y's memory; not under a transform: y may lack the residual's batch."""
+    """Add a residual to y: in place, but not in a transform, where y may lack the residual's batch."""
     if residual is None:
         return y
     return y.add_(residual.to(y.dtype)) if functorch_level() is None else y + residual.to(y.dtype)
 
 
 def moved(x: Tensor, format: torch.memory_format) -> Tensor:
-    """The same as `in_format`, not to be differentiated. A GPU transposes blocks in its shared memory:
-    torch's strided copy reaches a sixteenth of the bandwidth there (2.2 ms for 128 x 1024 x 1024 bf16 on an
-    H200)."""
+    """Do as `in_format`, without gradients.
+
+    A GPU transposes blocks in shared memory: torch's strided copy reaches a sixteenth of its bandwidth
+    (2.2 ms for 128 x 1024 x 1024 bf16 on an H200).
+    """
     strides = known_strides(x.shape, format)
     if x.stride() == strides:
         return x
@@ -113,8 +113,10 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
 
 
 def output_in(y: Tensor, format: torch.memory_format) -> Tensor:
-    """What a route has computed, with exactly the strides of a fresh tensor of that format. `moved` would
-    give a view where only the strides of axes of size one differ; here they are changed in place."""
+    """Give a route's output exactly the strides of a fresh tensor of that format.
+
+    Where only the strides of axes of size one differ, they change in place: `moved` would return a view.
+    """
     strides = known_strides(y.shape, format)
     if y.stride() == strides:
         return y

@@ -31,8 +31,11 @@ def vendor(
     dilation: Numbers,
     groups: int,
 ) -> Tensor:
-    """The vendor's kernel in the layout of the input. On a CPU oneDNN is asked directly: torch keeps small
-    float32 convolutions away from it, and its own loop is up to nine times slower."""
+    """Run the vendor's kernel in the layout of the input.
+
+    On a CPU this calls oneDNN directly: torch runs small float32 convolutions by its own loop, which is up to
+    nine times slower.
+    """
     if input.device.type == "cpu" and torch.backends.mkldnn.is_available():
         bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were (torch 2.13)
         if input.shape[1] == 1:  # one channel has no layout, and oneDNN mistakes it in 3-D (torch 2.13)
@@ -50,7 +53,7 @@ def in_channels_last(
     dilation: Numbers,
     groups: int,
 ) -> Tensor:
-    """The vendor's kernel with channels side by side."""
+    """Run the vendor's kernel with channels last."""
     last = LAST[input.dim()]
     return vendor(moved(input, last), moved(weight, last), bias, stride, padding, dilation, groups)
 
@@ -64,8 +67,11 @@ def in_float32(
     dilation: Numbers,
     groups: int,
 ) -> Tensor:
-    """Half types through float32, rounded once. Strides are those of fresh tensors: where an axis of size one
-    has another, torch 2.13 gets grouped convolutions wrong on a CPU."""
+    """Convolve half types in float32 and round once.
+
+    Copies have the strides of fresh tensors: with other strides of axes of size one torch 2.13 gets grouped
+    convolutions wrong on a CPU.
+    """
     wide, taps = (in_format(x.to(torch.float32), LAST[x.dim()]) for x in (input, weight))
     y = vendor(
         wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups
@@ -79,8 +85,7 @@ def in_float32(
 def reached(
     frames: int, outputs: int, tap: int, stride: int, padding: int, dilation: int
 ) -> tuple[int, int, int]:
-    """Which outputs a tap of the kernel's depth reaches, first and end, and the frame it sees for the first
-    of them.
+    """The first output that a tap of the kernel's depth reaches, their end, and the frame of the first.
 
     >>> reached(4, 4, 0, 1, 1, 1), reached(4, 4, 2, 1, 1, 1)
     ((1, 4, 0), (0, 3, 1))
@@ -96,9 +101,7 @@ def output_frames(frames: int, depth: int, stride: int, padding: int, dilation: 
 
 
 class Frames(NamedTuple):
-    """Frames of some clips, `[N, D, C, H, W]`, and where the first ones stand: the input's own begin at 0, a
-    cache's before.
-    """
+    """Frames `[N, D, C, H, W]` and the position of the first: 0 for the input, less for a cache."""
 
     values: Tensor
     start: int
@@ -113,9 +116,7 @@ def by_depth_taps(
     dilation: Numbers,
     groups: int,
 ) -> Tensor:
-    """A 2-D convolution of all frames for each depth of the kernel, over views of them, added up in the
-    output's dtype: float32.
-    """
+    """Add up 2-D convolutions of all frames, one for each depth of the kernel, in the output's float32."""
     outputs = output_frames(input.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
     return of_pieces(
         [Frames(input.transpose(1, 2), 0)], outputs, weight, bias, stride, padding, dilation, groups
@@ -210,8 +211,11 @@ def _add(
 
 
 def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
-    """How many channels one call adds up. On a CPU few enough for `LONGEST_PART` products, where torch would
-    not add up channels last by oneDNN itself: the longer a sum, the more digits it loses."""
+    """The number of channels that one call adds up.
+
+    The longer a sum, the more digits it loses. So on a CPU it has at most `LONGEST_PART` products, unless
+    torch itself would add up channels last by oneDNN.
+    """
     _, d, c, h, _ = frames.shape
     as_torch = frames.stride(2) == 1 and d * c * h > 20480
     if frames.device.type != "cpu" or groups > 1 or as_torch:
@@ -230,9 +234,7 @@ def by_depth_chunks(
     format: torch.memory_format,
     frames: int,
 ) -> Tensor:
-    """The vendor's 3-D kernel over `frames` output frames at a time: beside the output, it needs memory for
-    one group only.
-    """
+    """Run the vendor's 3-D kernel on `frames` output frames at a time, which needs less workspace."""
     shape = [
         output_frames(n, *numbers)
         for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
@@ -259,8 +261,9 @@ def by_depth_chunks(
 def by_matmul(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers
 ) -> Tensor:
-    """A kernel of one pixel: every output is a product of one input pixel, or of padding, which leaves the
-    bias.
+    """Convolve with a kernel of one pixel by a matrix product.
+
+    Every output is that of one input pixel, or of padding, which leaves the bias.
     """
     sizes = [output_frames(n, 1, s, p, 1) for n, s, p in zip(input.shape[2:], stride, padding, strict=True)]
     spans = [

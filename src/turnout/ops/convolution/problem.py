@@ -106,12 +106,12 @@ class Convolution(NamedTuple):
 
     @property
     def spatial(self) -> int:
-        """How many dimensions are convolved, 2 or 3."""
+        """The number of dimensions that are convolved, 2 or 3."""
         return len(self.weight) - 2
 
     @property
     def dimensions(self) -> int:
-        """How many dimensions the op convolves."""
+        """The number of dimensions that the op convolves."""
         return self.spatial
 
     @property
@@ -139,13 +139,11 @@ class Convolution(NamedTuple):
 
     @property
     def output_channels_last(self) -> bool:
-        """cuDNN and oneDNN write channels last where the input or the weight is."""
+        """Whether cuDNN and oneDNN write channels last: if the input or the weight is."""
         return self.channels_last or self.weight_channels_last
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty or
-        unbatched.
-        """
+        """Why no route can take this call: it is empty or unbatched, or wrong, and torch raises the error."""
         spatial = self.dimensions
         if len(self.weight) != spatial + 2 or len(self.input) != spatial + 2:
             return (

@@ -59,7 +59,7 @@ class UpsampleConv2d(NamedTuple):
         return rows * columns * self.small.weight[1]
 
     def invalid(self) -> str | None:
-        """Why no route can take this call: it is torch's to say what is wrong with it, or it is empty."""
+        """Why no route can take this call: it is empty, or wrong, and torch raises the error."""
         return self.large.invalid()
 
 
@@ -72,7 +72,7 @@ def upsampled(input: Tensor, scale: int) -> Tensor:
 
 
 def vjp(inputs: tuple, grads: tuple) -> tuple:
-    """A gradient for each input: that of the convolution, pixels of one block added up."""
+    """The gradient of each input: that of the convolution, added up over the pixels of each block."""
     input, weight, bias, scale, padding = inputs
     large = upsampled(input, scale)
     dlarge, dweight, dbias = convolution_backward(
@@ -99,13 +99,13 @@ def work(problem: UpsampleConv2d) -> Work:
 
 
 def family(problem: UpsampleConv2d) -> tuple:
-    """Problems that differ in the size of the image only, and its pixels."""
+    """What problems share that differ only in the size of the image, and its number of pixels."""
     without_sizes, pixels = costs.family(problem.small)
     return (without_sizes, problem.scale), 0 if problem.invalid() else pixels
 
 
 def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
-    """The convolution on the large image, which is written before."""
+    """The seconds of writing the large image and of the convolution on it."""
     seconds = costs.reference_cost(problem.large, device)
     return (
         None if seconds is None else seconds + costs.copying(prod(problem.large.input), problem.small, device)
