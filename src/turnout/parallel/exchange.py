@@ -246,8 +246,10 @@ class Exchange:
 def broadcast(
     engine: Engine, x: Tensor, owner: int, receivers: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """A tensor of one rank on those that receive it, None on others. x: on the owner the tensor, elsewhere any
-    of its shape, strides and dtype, such as a meta tensor; what is received lies on `device`.
+    """A tensor of one rank on those that receive it, None on others.
+
+    x: on the owner the tensor, elsewhere any of its shape, strides and dtype, such as a meta tensor. What is
+    received lies on `device`.
 
     >>> from turnout.parallel.lockstep import Lockstep
     >>> def run(engine):
