@@ -12,6 +12,17 @@ from tests.parallel.matrix import CLIPS, LATENTS, model, random
 from turnout.models import DecodeStream
 
 
+def in_turn(mesh, calls):
+    """Functions of this module by name, each with its arguments: what they return, or raise, in order."""
+    found = []
+    for name, *args in calls:
+        try:
+            found.append(globals()[name](mesh, *args))
+        except Exception as failure:
+            found.append(f"{type(failure).__name__}: {failure}")
+    return found
+
+
 @torch.no_grad()
 def same_bits(mesh, cases):
     """Decode, encode and a stream, of each model by one process and split: whether all bits are the same."""
@@ -40,6 +51,18 @@ def gathered(mesh, gather):
     if gather == "none":
         return torch.equal(part, alone[:, :, :, begin : begin + part.shape[3]])
     return part is None if mesh.get_local_rank() else torch.equal(part, alone)
+
+
+@torch.no_grad()
+def list_dealt_out(mesh, gather):
+    """Whether each clip's frames are those of one process; None where there are no frames."""
+    vae = model("wan", torch.bfloat16, fast=True)
+    clips = [random(1, 4, frames, 4, 3, dtype=torch.bfloat16) for frames in (1, 3, 1)]
+    alone = [vae.decode(clip).sample for clip in clips]
+    turnout.distribute(vae, mesh, gather=gather, timeout=60)
+    found = vae.decode(clips, return_dict=False)
+    frames = [None if each is None else each[0] for each in found]
+    return [None if a is None else torch.equal(a, b) for a, b in zip(frames, alone, strict=True)]
 
 
 @torch.no_grad()
@@ -83,14 +106,18 @@ def with_other_tables(mesh):
     """The second rank has measured something of its own."""
     from turnout.ops.causal_conv3d import CAUSAL_CONV3D
     from turnout.routing.device import Device
-    from turnout.routing.table import Tables
+    from turnout.routing.table import Tables, forget_tables
 
+    forget_tables()  # of what this group did before
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
     turnout.distribute(vae, mesh, timeout=60)
     if mesh.get_local_rank():
         tables = Tables.for_device(Device.of("cpu"))
         tables.here.rows.append({"op": CAUSAL_CONV3D.name, "measured": "elsewhere"})
-    vae.decode(z)
+    try:
+        vae.decode(z)
+    finally:
+        forget_tables()
 
 
 @torch.no_grad()
@@ -130,13 +157,15 @@ def one_is_lost(mesh, how):
     answer.
     """
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
-    turnout.distribute(vae, mesh, timeout=10)
+    turnout.distribute(vae, mesh, timeout=60)
     vae.decode(z)
+    if how == "stuck":
+        turnout.distribute(vae, mesh, timeout=10)
 
     def leaves(module, args):
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(25)
+        time.sleep(20)
 
     if mesh.get_local_rank() == mesh.size() - 1:
         vae.decoder.mid_block.register_forward_pre_hook(leaves)

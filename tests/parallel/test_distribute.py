@@ -10,6 +10,7 @@ import turnout
 from tests.parallel.matrix import CLIPS, LATENTS, cases, model, random, said
 from turnout.models import DecodeStream, frames
 from turnout.parallel import Fake, Lockstep, distribute
+from turnout.parallel.exchange import Exchange
 from turnout.parallel.split import Split
 from turnout.routing.op import TurnoutWarning
 
@@ -109,6 +110,97 @@ def test_batches_are_dealt_out_first(fast, dtype):
     if all(distribution.alike.values()):
         assert not distribution.splits  # nothing was exchanged
     assert torch.equal(vae.decode(z).sample, alone)
+
+
+def clips_of(dtype=torch.bfloat16):
+    return [
+        random(1, 4, frames, *size, dtype=dtype) for frames, size in ((1, (3, 4)), (3, (4, 5)), (2, (4, 4)))
+    ]
+
+
+def refuse_exchange(self, *args, **kwargs):
+    raise AssertionError("a dealt out clip was exchanged")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@torch.no_grad()
+def test_a_list_of_clips_is_dealt_out_without_an_exchange(fast, monkeypatch):
+    vae, clips = model("wan", torch.bfloat16, fast), clips_of()
+    computed = []
+    vae.decoder.conv_in.register_forward_pre_hook(lambda module, args: computed.append(args[0].shape))
+    alone = [vae.decode(clip).sample for clip in clips]
+    steps = len(computed)
+    turnout.distribute(vae, Lockstep(2))
+    for name in ("halo", "all_gather"):
+        monkeypatch.setattr(Exchange, name, refuse_exchange)
+    computed.clear()
+    found = vae.decode(clips)
+    assert [torch.equal(a.sample, b) for a, b in zip(found, alone, strict=True)] == [True] * 3
+    assert len(computed) == steps  # each clip by one rank
+    tuples = vae.decode(tuple(clips), return_dict=False)
+    assert all(torch.equal(frames, b) for (frames,), b in zip(tuples, alone, strict=True))
+
+
+@torch.no_grad()
+def test_a_list_is_encoded_too():
+    vae = model("wan", torch.bfloat16, fast=True)
+    clips = [random(1, 3, frames, 16, 24, dtype=torch.bfloat16) for frames in (1, 5)]
+    alone = [vae.encode(clip).latent_dist.parameters for clip in clips]
+    turnout.distribute(vae, Lockstep(2))
+    found = vae.encode(clips)
+    assert all(torch.equal(a.latent_dist.parameters, b) for a, b in zip(found, alone, strict=True))
+
+
+@pytest.mark.parametrize("split", ["auto", "width"])
+@torch.no_grad()
+def test_each_clip_of_a_short_list_is_split(split):
+    """Fewer clips than ranks, or rows or columns asked for."""
+    vae, clips = model("wan", torch.bfloat16, fast=True), clips_of()[1:]
+    alone = [vae.decode(clip).sample for clip in clips]
+    turnout.distribute(vae, Lockstep(3 if split == "auto" else 2), split=split)
+    assert all(torch.equal(a.sample, b) for a, b in zip(vae.decode(clips), alone, strict=True))
+    assert counts(vae)["part"] > 0
+
+
+@pytest.mark.parametrize("gather", ["first", "none"])
+@torch.no_grad()
+def test_results_of_a_list_go_where_they_are_asked_for(gather):
+    vae, clips = model("wan", torch.bfloat16, fast=True), clips_of()
+    alone = [vae.decode(clip).sample for clip in clips]
+    turnout.distribute(vae, Lockstep(2), gather=gather)
+    found = vae.decode(clips)
+    if gather == "first":
+        assert all(torch.equal(a.sample, b) for a, b in zip(found, alone, strict=True))
+    else:  # the largest on the first rank, the others on the second
+        assert [[result is not None for result in of_rank] for of_rank in found] == [
+            [False, True, False],
+            [True, False, True],
+        ]
+        assert torch.equal(found[0][1].sample, alone[1])
+        assert torch.equal(found[1][2].sample, alone[2])
+
+
+@torch.no_grad()
+def test_lists_of_other_things_and_too_few_clips_are_refused():
+    vae = model("wan", torch.bfloat16, fast=True)
+    turnout.distribute(vae, Lockstep(2), split="batch")
+    clip = clips_of()[0]
+    assert vae.decode([]) == []
+    with pytest.raises(TypeError, match=r"item 1 of the list is str; it needs tensors \[B, C, T, H, W\]"):
+        vae.decode([clip, "clip"])
+    with pytest.raises(TypeError, match=r"item 0 of the list is \[4, 3, 4\]"):
+        vae.decode([clip[0, :, 0], clip])
+    with pytest.raises(ValueError, match="1 samples, which cannot be dealt out to 2 ranks"):
+        vae.decode([clip])
+
+
+def test_a_list_that_wants_gradients_is_computed_whole():
+    vae = model("wan", torch.float32, fast=True)
+    clips = [clip.requires_grad_() for clip in clips_of(torch.float32)[::2]]
+    turnout.distribute(vae, Lockstep(2), gather="none")
+    with pytest.warns(TurnoutWarning, match="gradients are wanted"):
+        found = vae.decode(clips)
+    assert all(result.sample.requires_grad for result in found)
 
 
 @pytest.mark.parametrize("accelerated_first", [False, True])

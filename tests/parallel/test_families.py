@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLLTXVideo
 
 import turnout
 from tests.models.zoo import made
-from tests.parallel.matrix import cases, model, random, said
+from tests.parallel.matrix import ALL, cases, model, random, said
 from tests.parallel.test_norms import pinned
 from turnout.ops.group_norm_silu.block_routes import NAME
 from turnout.parallel import Lockstep
@@ -36,16 +36,25 @@ def plan(vae):
     return next(iter(type(vae)._turnout_distribution.splits.values()))
 
 
-@pytest.fixture(params=["chosen", "in blocks"])
-def norms(request):
-    """Norms as they are chosen for small pictures, and as they are for large ones."""
-    if request.param == "chosen":
+def with_norms(cases):
+    """Norms as they are chosen for small pictures, and as they are for large ones: with every case, or in
+    turns.
+    """
+    for i, case in enumerate(cases):
+        for in_blocks in (False, True) if ALL else (i // 2 % 2 == 1,):
+            name = f"{said(case)}-{'in blocks' if in_blocks else 'chosen'}"
+            yield pytest.param(case, "in blocks" if in_blocks else "chosen", id=name)
+
+
+@pytest.fixture
+def norms(kind):
+    if kind == "chosen":
         return contextlib.nullcontext
     pytest.importorskip("numba")
     return lambda: pinned(NAME)
 
 
-@pytest.mark.parametrize("case", list(cases(LATENTS)), ids=said)
+@pytest.mark.parametrize(("case", "kind"), list(with_norms(cases(LATENTS))))
 @torch.no_grad()
 def test_decode_gives_the_bits_of_one_process(case, norms):
     name, shape, ranks, split, dtype, fast = case
@@ -57,7 +66,7 @@ def test_decode_gives_the_bits_of_one_process(case, norms):
             assert torch.equal(vae.decode(z).sample, alone)
 
 
-@pytest.mark.parametrize("case", list(cases(LATENTS))[::2], ids=said)
+@pytest.mark.parametrize(("case", "kind"), list(with_norms(cases(LATENTS)))[:: 1 if ALL else 3])
 @torch.no_grad()
 def test_encode_gives_the_bits_of_one_process(case, norms):
     name, (*_, height, width), ranks, split, dtype, fast = case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from turnout.models.report import Entry, Report
 from turnout.models.snapshot import REPLAYS
 from turnout.ops.group_norm_silu.blocks import grain
 from turnout.parallel import agreement
+from turnout.parallel.clips import check_clips, deal, gather_results, map_tensors
 from turnout.parallel.exchange import AXES, Engine, Exchange, parts_of
 from turnout.parallel.fake import Fake
 from turnout.parallel.lockstep import Lockstep
@@ -69,6 +70,11 @@ def distribute(
     is the smallest share. Parts may differ by one row of latents.
     gather: "all" ranks get the whole result, the "first" one (others get None), or "none": each has its part.
     timeout: seconds to wait for another rank; then the call fails on all.
+
+    A distributed `decode` or `encode` also takes a list of clips or images, of whatever sizes, and returns a
+    list. With split "auto" or "batch", and at least as many clips as ranks, each clip is computed whole by
+    one rank, and only results are sent; with fewer, each clip in turn is split. With gather="none" the clips
+    of other ranks are None.
 
     Ranks compare versions, settings, measured tables, weights and shapes, and raise `RanksDiffer` where they
     are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
@@ -160,6 +166,15 @@ def _take_fronts(vae: nn.Module) -> None:
         patch.take_front(module)
 
 
+def _refuse_captured(vae: Any) -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
+    if REPLAYS in vars(vae):
+        raise ValueError(
+            "a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True"
+        )
+
+
 class _Attention:
     """Stands before modules whose last step that mixes pixels is attention."""
 
@@ -230,6 +245,8 @@ class Distribution:
 
     def call(self, vae: Any, name: str, x: Any, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`vae.decode` or `vae.encode` of the whole x; `run` is what would run without a distribution."""
+        if isinstance(x, list | tuple):
+            return self._of_clips(vae, name, x, run, args, kwargs)
         if not isinstance(x, Tensor) or x.dim() not in (4, 5):
             return run(x, *args, **kwargs)  # the model's own error, on every rank
 
@@ -238,6 +255,58 @@ class Distribution:
             return getattr(super(_Distributed, twin), name)(own, *args, **kwargs)
 
         return self._run(vae, name, x, lambda: run(x, *args, **kwargs), on_part)
+
+    def _of_clips(
+        self, vae: Any, name: str, clips: Sequence[Any], run: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> list[Any]:  # fmt: skip
+        """The same of several clips: whole ones for each rank where there are as many as ranks."""
+        check_clips(name, clips)
+        engine = self.engine
+        of_all_ranks = self.gather == "none" and isinstance(engine, Lockstep)
+        is_whole = any(_why_whole(vae, clip) for clip in clips)  # gradients, autocast
+        if is_whole or self.split in AXES or len(clips) < self.ranks:
+            results = [self.call(vae, name, clip, run, args, kwargs) for clip in clips]
+            if of_all_ranks and not is_whole:
+                return [list(of_rank) for of_rank in zip(*results, strict=True)]
+            return results
+
+        def on_rank(engine: Engine) -> list[Any]:
+            twin = _twin(vae) if isinstance(self.engine, Lockstep) else vae
+
+            def compute(clip: Tensor) -> Any:
+                return getattr(super(_Distributed, twin), name)(clip, *args, **kwargs)
+
+            return self._dealt_out(engine, vae, name, clips, compute)
+
+        _refuse_captured(vae)
+        if not isinstance(engine, Lockstep):
+            return on_rank(engine)
+        results = self._in_lockstep(engine, on_rank)
+        return results if of_all_ranks else results[0]
+
+    def _dealt_out(
+        self, engine: Engine, vae: Any, name: str, clips: Sequence[Tensor], compute: Callable[[Tensor], Any]
+    ) -> list[Any]:  # fmt: skip
+        with self._ended_everywhere(engine):
+            _refuse_tiling(vae)
+            listed = ", ".join(f"{list(clip.shape)} {clip.dtype}" for clip in clips)
+            self._agree(engine, name, clips[0], f"a list of clips dealt out: {listed}")
+            engine.begin()
+            owners = deal([clip.numel() for clip in clips], self.ranks)
+            own = {i: compute(clips[i]) for i, owner in enumerate(owners) if owner == engine.rank}
+            if self.gather == "none":
+                results = [own.get(i) for i in range(len(clips))]
+            else:
+                results = gather_results(engine, own, owners, self.gather, clips)
+            engine.agree("done")
+            return results
+
+    def _in_lockstep(self, engine: Lockstep, on_rank: Callable[[Any], Any]) -> list[Any]:
+        try:
+            return engine.run(on_rank)
+        except BaseException:
+            self._forget()
+            raise
 
     def decode_in(self, stream: Any, z: Any) -> Any:
         """`DecodeStream.decode` of the whole z."""
@@ -258,12 +327,7 @@ class Distribution:
     def _run(
         self, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
     ) -> Any:  # fmt: skip
-        if torch.compiler.is_compiling():
-            raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
-        if REPLAYS in vars(vae):
-            raise ValueError(
-                "a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True"
-            )
+        _refuse_captured(vae)
         engine = self.engine
         if not isinstance(engine, Lockstep):
             return self._on_rank(engine, vae, name, x, whole, on_part)
@@ -272,11 +336,7 @@ class Distribution:
         if why is not None:
             self._warn(why)
             return whole()
-        try:
-            results = engine.run(lambda rank: self._on_rank(rank, vae, name, x, whole, on_part))
-        except BaseException:
-            self._forget()
-            raise
+        results = self._in_lockstep(engine, lambda rank: self._on_rank(rank, vae, name, x, whole, on_part))
         return results if self.gather == "none" else results[0]
 
     def _on_rank(
@@ -301,7 +361,7 @@ class Distribution:
                 own = split.exchange.own(x).clone()
                 with settings.entering(split.settings), SplitMode(split):
                     result = on_part(engine.rank, own)
-                result = _mapped(result, lambda part: self._gathered(part, split.exchange))
+                result = map_tensors(result, lambda part: self._gathered(part, split.exchange))
             engine.agree("done")
             return result
 
@@ -338,7 +398,7 @@ class Distribution:
                 pairs.append(same_bits(each, exchange.own(next(expected))))
             self.alike[kind] = all(engine.agree(all(pairs)))
         if self.alike[kind]:
-            return lambda: _mapped(own(), lambda part: self._gathered(part, exchange))
+            return lambda: map_tensors(own(), lambda part: self._gathered(part, exchange))
         if self.split == "batch":
             self._warn("samples that are decoded by themselves have other bits than together")
             return whole
@@ -444,19 +504,5 @@ def _twin(vae: Any) -> Any:
 def _tensors(result: Any) -> list[Tensor]:
     """The tensors that a model returns, in order."""
     found: list[Tensor] = []
-    _mapped(result, found.append)
+    map_tensors(result, found.append)
     return found
-
-
-def _mapped(result: Any, gather: Callable[[Tensor], Any]) -> Any:
-    """What a model returns, with its tensors gathered."""
-    if isinstance(result, Tensor):
-        return gather(result)
-    if isinstance(result, tuple):
-        return tuple(_mapped(each, gather) for each in result)
-    if isinstance(result, dict):  # diffusers' outputs are such
-        return type(result)(**{name: _mapped(each, gather) for name, each in result.items()})
-    if isinstance(getattr(result, "parameters", None), Tensor):  # of a distribution of latents
-        parameters = gather(result.parameters)
-        return None if parameters is None else type(result)(parameters, deterministic=result.deterministic)
-    return result

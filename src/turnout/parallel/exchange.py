@@ -243,6 +243,35 @@ class Exchange:
         return found
 
 
+def broadcast(
+    engine: Engine, x: Tensor, owner: int, receivers: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """A tensor of one rank on those that receive it, None on others.
+
+    x: on the owner the tensor, elsewhere any of its shape, strides and dtype, such as a meta tensor. What is
+    received lies on `device`.
+
+    >>> from turnout.parallel.lockstep import Lockstep
+    >>> def run(engine):
+    ...     x = torch.tensor([[1.0, 2.0]]) if engine.rank else torch.empty(1, 2, device="meta")
+    ...     return broadcast(engine, x, 1, [0], torch.device("cpu"))
+    >>> Lockstep(2).run(run)
+    [tensor([[1., 2.]]), None]
+    """
+    if engine.rank == owner:
+        packed = _packed(x)
+        engine.exchange([(other, packed) for other in receivers if other != owner], [])
+        return x if owner in receivers else None
+    if engine.rank not in receivers:
+        return None
+    got = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    room = _room(got)
+    engine.exchange([], [(owner, room)])
+    if room.data_ptr() != got.data_ptr():
+        got.copy_(_unpacked(room, got))
+    return got
+
+
 def empty_resized(like: Tensor, dim: int, size: int) -> Tensor:
     """Allocate a tensor as this one but of another size along one dimension, with the same memory order."""
     shape = list(like.shape)
