@@ -169,11 +169,11 @@ class Decoder(Adapter):
         scales = {}
         if self.time_embedder is not None:
             embedded = self.time_embedder(
-                timestep=temb.flatten(),
+                timestep=temb.flatten(),  # pyright: ignore[reportOptionalMemberAccess]
                 resolution=None,
                 aspect_ratio=None,
                 batch_size=1,
-                hidden_dtype=x.dtype,  # pyright: ignore
+                hidden_dtype=x.dtype,
             )
             shift, scale = (embedded.view(2, -1) + self.scale_shift_table).unbind()
             scales = {"scale": scale, "shift": shift}
