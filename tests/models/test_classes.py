@@ -144,7 +144,8 @@ from tests.models.zoo import ZOO
 from turnout.models.patch import patched
 model = pickle.load(open(f"{sys.argv[1]}/model", "rb"))
 with torch.no_grad():
-    torch.save((ZOO["unet"][1](model), sum(patched(m) is not None for m in model.modules())), f"{sys.argv[1]}/found")
+    patches = sum(patched(m) is not None for m in model.modules())
+    torch.save((ZOO["unet"][1](model), patches), f"{sys.argv[1]}/found")
 """
     subprocess.run([sys.executable, "-c", there, str(tmp_path)], check=True)
     found, patches = torch.load(tmp_path / "found")

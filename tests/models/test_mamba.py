@@ -177,8 +177,8 @@ COMPILED = {
     "bamba": lambda: hybrid("Bamba", **ATTENTION, **HEADS, attn_layer_indices=[1]),
     "falcon_h1": lambda: hybrid("FalconH1", **ATTENTION, **HEADS, head_dim=8, mamba_d_ssm=32),
     "zamba2": lambda: hybrid(
-        "Zamba2", **ATTENTION, layers_block_type=["mamba", "hybrid"], mamba_d_state=4, mamba_ngroups=2, n_mamba_heads=4,
-        chunk_size=4, num_mem_blocks=1, mamba_headdim=8,
+        "Zamba2", **ATTENTION, layers_block_type=["mamba", "hybrid"], mamba_d_state=4, mamba_ngroups=2,
+        n_mamba_heads=4, chunk_size=4, num_mem_blocks=1, mamba_headdim=8,
     ),
 }  # fmt: skip
 

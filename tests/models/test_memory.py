@@ -1,4 +1,4 @@
-"""No known model needs more memory than stock; what upsampling writes at once is what stock makes in steps."""
+"""No known model needs more memory than stock; upsampling writes at once what stock makes in steps."""
 
 import pytest
 import torch

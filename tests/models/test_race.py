@@ -258,7 +258,8 @@ def test_an_output_with_nan_has_no_speed(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("stock", "fast", "verdict"),
     [
-        ([20.0, 21.0, 20.0], [10.0, 10.0, 11.0], "faster"), ([10.0, 10.0, 11.0], [20.0, 20.0, 20.0], "slower"),
+        ([20.0, 21.0, 20.0], [10.0, 10.0, 11.0], "faster"),
+        ([10.0, 10.0, 11.0], [20.0, 20.0, 20.0], "slower"),
         ([10.0, 11.0, 12.0], [10.0, 10.0, 10.0], "within noise"), ([10.0, 10.0], [5.0, 12.0], "within noise"),
         ([10.0, 10.0], [10.0, 10.0], "within noise"),
     ],
@@ -291,15 +292,15 @@ def gpu_race(latents=21):
     there.
     """
     draw = random.Random(0)
-    convolution = "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128_32x4_nhwc_align8>(Params)"
+    convolution = "void cutlass__5x_cudnn::Kernel<cutlass_tensorop_bf16_s16816fprop_optimized_bf16_128x128_32x4_nhwc_align8>(Params)"  # noqa: E501
     layer = [
         (
-            "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)",
+            "void cudnn::engines_precompiled::nchwToNhwcKernel<__nv_bfloat16, __nv_bfloat16, float, false, true>(...)",  # noqa: E501
             0.06,
         ),
         (convolution, 0.4),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>",  # noqa: E501
             0.05,
         ),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<c10::BFloat16>>", 0.07),
@@ -896,7 +897,7 @@ def test_lines_of_the_profiler_are_not_shown(capfd):
     with without_profiler_lines():
         os.write(
             2,
-            b"before\nUSDT:2026-11-16 17:54:04 19877:19877 SyncActivityProfilerHandler.cpp:52] profiler_start\nafter\n",
+            b"before\nUSDT:2026-11-16 17:54:04 19877:19877 SyncActivityProfilerHandler.cpp:52] profiler_start\nafter\n",  # noqa: E501
         )
         os.write(2, b"ERROR:2026-11-16 17:54:04 1:2 CuptiActivityApi.cpp:5] no privileges\n")
         os.write(1, b"INFO:2026-11-16 17:54:04 1:2 a.cpp:5] hello\nkept without an end")

@@ -169,10 +169,8 @@ def test_trains_in_several_processes(alone, name, wrap, order):
         wrapped = wrap(model)
         if order == "accelerate last":
             report = turnout.accelerate(wrapped)
-            assert (
-                f"{ {'flux': 'FluxTransformer2DModel', 'wan-transformer': 'WanTransformer3DModel'}[name] } is known"
-                in str(report)
-            )
+            classes = {"flux": "FluxTransformer2DModel", "wan-transformer": "WanTransformer3DModel"}
+            assert f"{classes[name]} is known" in str(report)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-2)
         if wrap is not fsdp2:
             wrapped.dtype = torch.float32

@@ -309,9 +309,33 @@ def own_conv_forward(model, seen):
 THINGS = {
     thing.__name__: thing
     for thing in (
-        hooks_on_leaves, hooks_everywhere, pre_hooks, one_hook, global_hooks, replaced_forwards, offloaded, offloaded_in_blocks,
-        offloaded_in_leaves, cast_layerwise, lora, lora_merged, lora_deleted, weight_norms, old_weight_norms, pruned, replaced_layers,
-        tensor_subclasses, gathered, dropouts_in_training, copied, bound_forward, seamless, own_conv_forward,
-        two_loras, other_eps, without_biases, other_activations,
+        hooks_on_leaves,
+        hooks_everywhere,
+        pre_hooks,
+        one_hook,
+        global_hooks,
+        replaced_forwards,
+        offloaded,
+        offloaded_in_blocks,
+        offloaded_in_leaves,
+        cast_layerwise,
+        lora,
+        lora_merged,
+        lora_deleted,
+        weight_norms,
+        old_weight_norms,
+        pruned,
+        replaced_layers,
+        tensor_subclasses,
+        gathered,
+        dropouts_in_training,
+        copied,
+        bound_forward,
+        seamless,
+        own_conv_forward,
+        two_loras,
+        other_eps,
+        without_biases,
+        other_activations,
     )
-}  # fmt: skip
+}

@@ -408,7 +408,10 @@ ZOO = {
     "flux2-vae": (flux2_vae, decode(1, 4, 8, 12), "group_norm_silu"),
     "ltx": (ltx, decode(2, 4, 2, 3, 4), "rms_norm_silu_into"),
     "ltx-timestep": (
-        ltx_timestep, lambda model: model.decode(random(1, 4, 2, 3, 4).to(model.dtype), torch.full((1,), 0.05, dtype=model.dtype)).sample,
+        ltx_timestep,
+        lambda model: model.decode(
+            random(1, 4, 2, 3, 4).to(model.dtype), torch.full((1,), 0.05, dtype=model.dtype)
+        ).sample,
         "rms_norm_silu_into",
     ),
     "ltx2": (ltx2, decode(1, 4, 2, 3, 4), "rms_norm_silu_into"),

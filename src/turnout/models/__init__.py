@@ -1,4 +1,4 @@
-"""Real models down the fastest routes: accelerate, restore, accelerated, and decoding while latents arrive."""
+"""Real models down the fastest routes: accelerate, restore, accelerated, decoding while latents arrive."""
 
 from turnout.models.accelerate import Report, accelerate, accelerated, restore
 from turnout.models.wan import DecodeStream

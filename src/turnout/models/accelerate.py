@@ -278,6 +278,9 @@ _FUSED = set(KNOWN.values())
 def _taken(instance: nn.Module, adapter: type[patch.Adapter]) -> Iterator[str]:
     """Why an instance whose methods are another's already is left as it is."""
     if "forward" in vars(instance) and "forward" in dir(adapter):
-        yield "its forward was replaced, as offloading, casting and caches do; accelerate before them to have it patched"
+        yield (
+            "its forward was replaced, as offloading, casting and caches do; "
+            "accelerate before them to have it patched"
+        )
     if "parametrizations" in instance._modules:
         yield "its weights are parametrised; accelerate before that to have it patched"

@@ -50,7 +50,7 @@ def linear_gelu(layer: Any, x: Tensor) -> Tensor:
 
 
 def joined(first: Tensor, second: Tensor) -> Tensor:
-    """`cat([first, second], 1)` of `[B, S, C]`; where they are two parts of one tensor already, that tensor."""
+    """`cat([first, second], 1)` of `[B, S, C]`; of two parts of one tensor, that tensor."""
     batch, words, channels = first.shape
     strides, tokens = first.stride(), words + second.shape[1]
     if (

@@ -50,7 +50,9 @@ from turnout.routing.settings import splitting
 # two by two.
 LARGE = {"cuda": 2**18}
 
-SLACK = 64  # rows by which a ring may move before it is moved back, 10 MiB where a row has 832 pixels of 96 channels in bfloat16
+# Rows by which a ring may move before it is moved back: 10 MiB where a row has 832 pixels of 96 channels
+# in bfloat16.
+SLACK = 64
 
 
 def are_large(pixels: int, device: torch.device) -> bool:

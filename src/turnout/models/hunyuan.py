@@ -112,7 +112,10 @@ class MidBlock(Adapter):
             if attn is not None and (
                 not attn.residual_connection or attn.rescale_output_factor != 1.0 or attn.norm_q is not None
             ):
-                yield "attention without residual, or scaled, or with normed queries, this adapter needs a plain one"
+                yield (
+                    "attention without residual, or scaled, or with normed queries, "
+                    "this adapter needs a plain one"
+                )
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:

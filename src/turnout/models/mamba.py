@@ -153,7 +153,7 @@ def _hooked(parts: Iterable[Any]) -> bool:
 
 
 class SelectiveMixer(Mixer):
-    """turnout's convolution and scan in place of those of its module; decoding without what lies between them"""
+    """turnout's convolution and scan in place of those of its module; decoding without what lies between them"""  # noqa: E501
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         held = _held(self, *args, **kwargs)

@@ -182,7 +182,7 @@ _classes: weakref.WeakValueDictionary[tuple, type] = (
 
 
 def _in_front(base: type, adapter: type, numerics: str | None, relaid: bool = False) -> type:
-    """The class of patched instances: one for each class and kind of patch, as long as there is an instance."""
+    """The class of patched instances: one for each class and kind of patch, while there is an instance."""
     key = (base, adapter, numerics, relaid)
     cls = _classes.get(key)
     if cls is None:
@@ -228,7 +228,7 @@ class _Alike(type):
 
 
 def _made_of(cls: type) -> type:
-    """The class behind what was put in front of it; of a class that others made of a patched one, that class."""
+    """The class behind what was put in front of it; a class that others made of a patched one is kept."""
     while "_turnout_patch" in vars(cls) or "_turnout_front" in vars(cls):
         cls = cls.__bases__[1]
     return cls

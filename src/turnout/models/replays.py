@@ -329,11 +329,13 @@ def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
 
 _flags: list[Callable[[], Any]] = [
     getter for name in (
-        "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_deterministic_algorithms",
+        "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
+        "_get_deterministic_algorithms",
         "_get_deterministic_fill_uninitialized_memory", "_get_cublas_allow_bf16_reduced_precision_reduction",
         "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
         "_get_math_sdp_allow_fp16_bf16_reduction", "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled",
-        "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled", "_get_fa3_sdp_enabled",
+        "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled",
+        "_get_fa3_sdp_enabled",
         "_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_blas_preferred_backend",
     )
     if (getter := getattr(_c, name, None)) is not None
@@ -458,7 +460,7 @@ class Replays:
             self._begin()
 
     def call(self, model: nn.Module, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The outputs of `run(*args, **kwargs)`, the stock method of a model, by a graph where there is one."""
+        """The outputs of `run(*args, **kwargs)`, a model's stock method, by a graph where there is one."""
         try:
             device = self._device(model, args, kwargs)
             call = Arguments(args, kwargs, device)

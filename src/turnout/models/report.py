@@ -116,11 +116,17 @@ def weights_of(part: Any) -> Iterator[str]:
     if devices["meta"] == len(given) > 0:
         yield "all weights are on the meta device: load them before the model is called"
     elif devices["meta"]:
-        yield f"{devices['meta']} of {len(given)} weights are on the meta device (offloaded): parts that get theirs by a hook run as stock"
+        yield (
+            f"{devices['meta']} of {len(given)} weights are on the meta device (offloaded): "
+            "parts that get theirs by a hook run as stock"
+        )
     elif len(devices) > 1:
         yield f"weights on {_listed(devices)}: a part whose weights are not where its input is runs as stock"
     if len(dtypes) > 1:
-        yield f"weights of {_listed(dtypes)}: a part whose weights are not of its input's dtype runs as stock, if its adapter needs that"
+        yield (
+            f"weights of {_listed(dtypes)}: a part whose weights are not of its input's dtype "
+            "runs as stock, if its adapter needs that"
+        )
 
 
 def _listed(counts: collections.Counter[str]) -> str:

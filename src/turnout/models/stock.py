@@ -30,19 +30,25 @@ TABLE = Path(__file__).with_name("fingerprints.json")
 
 
 def unlike_stock(cls: type, key: str, adapter: type[Adapter]) -> Iterator[str]:
-    """Why an adapter of the class named `key` does not fit `cls`, which is that class or one derived from it."""
+    """Why an adapter of the class named `key` does not fit `cls`: that class, or one derived from it."""
     known = _table().get(key, {})
     found = fingerprint(cls, adapter)
     if found in known:
         return
     library = key.partition(".")[0]
     if found is None:
-        yield f"the source of {cls.__qualname__} cannot be read, so nobody knows whether it is what this adapter was written for"
+        yield (
+            f"the source of {cls.__qualname__} cannot be read, "
+            "so nobody knows whether it is what this adapter was written for"
+        )
     elif f"{cls.__module__}.{cls.__qualname__}" != key:
         yield f"its class has code of its own where this adapter replaces that of {key.rpartition('.')[2]}"
     else:
         releases = ", ".join(sorted({name for names in known.values() for name in names}))
-        yield f"its code in {library} {_version(library)} is not that of the releases this adapter was written for ({releases or 'none'})"
+        yield (
+            f"its code in {library} {_version(library)} is not that of the releases "
+            f"this adapter was written for ({releases or 'none'})"
+        )
 
 
 @functools.cache

@@ -521,7 +521,8 @@ class DecodeStream:
     >>> import torch
     >>> from diffusers import AutoencoderKLWan
     >>> from turnout.models import DecodeStream
-    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    >>> latents = {"z_dim": 2, "latents_mean": [0.0] * 2, "latents_std": [1.0] * 2}
+    >>> vae = AutoencoderKLWan(base_dim=4, num_res_blocks=1, **latents)
     >>> stream = DecodeStream(vae)
     >>> with torch.no_grad():
     ...     [stream.decode(torch.randn(1, 2, latents, 2, 2)).shape[2] for latents in (1, 1, 2)]
@@ -535,11 +536,13 @@ class DecodeStream:
     def __init__(self, vae: Any, *, graph: bool = False):
         if not hasattr(vae, "_cached_conv_counts") or not hasattr(vae, "temperal_upsample"):
             raise TypeError(
-                f"{type(vae).__name__} does not decode in chunks; AutoencoderKLWan and AutoencoderKLQwenImage do"
+                f"{type(vae).__name__} does not decode in chunks; "
+                "AutoencoderKLWan and AutoencoderKLQwenImage do"
             )
         if graph and vae.device.type not in ENGINES:
             raise ValueError(
-                f"graph=True captures a CUDA graph, it needs a model on a CUDA device; this one is on {vae.device}"
+                "graph=True captures a CUDA graph, it needs a model on a CUDA device; "
+                f"this one is on {vae.device}"
             )
         self.vae, self.graph = vae, graph
         self.captured: CapturedStep | None = None

@@ -53,9 +53,13 @@ KNOWN = {
 
 
 def distribute(
-    vae: Any, mesh: Any, *, split: Literal["auto", "height", "width", "batch"] = "auto",
-    gather: Literal["all", "first", "none"] = "all", timeout: float = 600.0,
-) -> Report:  # fmt: skip
+    vae: Any,
+    mesh: Any,
+    *,
+    split: Literal["auto", "height", "width", "batch"] = "auto",
+    gather: Literal["all", "first", "none"] = "all",
+    timeout: float = 600.0,
+) -> Report:
     """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit
     as on one rank.
 
@@ -87,7 +91,8 @@ def distribute(
     >>> import torch, turnout
     >>> from diffusers import AutoencoderKLWan
     >>> from turnout.parallel import Lockstep
-    >>> vae = AutoencoderKLWan(base_dim=4, z_dim=2, num_res_blocks=1, latents_mean=[0.0] * 2, latents_std=[1.0] * 2)
+    >>> latents = {"z_dim": 2, "latents_mean": [0.0] * 2, "latents_std": [1.0] * 2}
+    >>> vae = AutoencoderKLWan(base_dim=4, num_res_blocks=1, **latents)
     >>> z = torch.randn(1, 2, 2, 2, 4)
     >>> with torch.no_grad():
     ...     alone = vae.decode(z).sample
@@ -135,7 +140,8 @@ def _known(vae: Any) -> Known:
 def _refuse_tiling(vae: Any) -> None:
     if getattr(vae, "use_tiling", False):
         raise ValueError(
-            f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; call vae.disable_tiling()"
+            f"distribute: tiling of {type(vae).__name__} is on, whose overlaps change the picture; "
+            "call vae.disable_tiling()"
         )
 
 
@@ -143,7 +149,8 @@ def _refuse_noise(vae: nn.Module) -> None:
     for path, module in vae.named_modules():
         if getattr(module, "per_channel_scale1", None) is not None:
             raise ValueError(
-                f"distribute: {path} adds noise, which ranks would draw for themselves; it needs a model with inject_noise=False"
+                f"distribute: {path} adds noise, which ranks would draw for themselves; "
+                "it needs a model with inject_noise=False"
             )
 
 
@@ -157,7 +164,8 @@ def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
 
         return Dist(mesh, timeout)
     raise TypeError(
-        f"distribute: a mesh of type {type(mesh).__name__}; it needs a torch.distributed.DeviceMesh of one dimension"
+        f"distribute: a mesh of type {type(mesh).__name__}; "
+        "it needs a torch.distributed.DeviceMesh of one dimension"
     )
 
 
@@ -258,7 +266,7 @@ class Distribution:
 
     def _of_clips(
         self, vae: Any, name: str, clips: Sequence[Any], run: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """The same of several clips: whole ones for each rank where there are as many as ranks."""
         check_clips(name, clips)
         engine = self.engine
@@ -286,7 +294,7 @@ class Distribution:
 
     def _dealt_out(
         self, engine: Engine, vae: Any, name: str, clips: Sequence[Tensor], compute: Callable[[Tensor], Any]
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         with self._ended_everywhere(engine):
             _refuse_tiling(vae)
             listed = ", ".join(f"{list(clip.shape)} {clip.dtype}" for clip in clips)
@@ -326,7 +334,7 @@ class Distribution:
 
     def _run(
         self, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         _refuse_captured(vae)
         engine = self.engine
         if not isinstance(engine, Lockstep):
@@ -340,8 +348,14 @@ class Distribution:
         return results if self.gather == "none" else results[0]
 
     def _on_rank(
-        self, engine: Engine, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
-    ) -> Any:  # fmt: skip
+        self,
+        engine: Engine,
+        vae: Any,
+        name: str,
+        x: Tensor,
+        whole: Callable[[], Any],
+        on_part: Callable[[int, Tensor], Any],
+    ) -> Any:
         with self._ended_everywhere(engine):
             _refuse_tiling(vae)
             why = _why_whole(vae, x)
@@ -366,8 +380,14 @@ class Distribution:
             return result
 
     def _batch(
-        self, engine: Engine, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
-    ) -> Callable[[], Any] | None:  # fmt: skip
+        self,
+        engine: Engine,
+        vae: Any,
+        name: str,
+        x: Tensor,
+        whole: Callable[[], Any],
+        on_part: Callable[[int, Tensor], Any],
+    ) -> Callable[[], Any] | None:
         """What runs a call of many samples, each rank its own and nothing exchanged; None: they are split by
         rows.
 
@@ -435,7 +455,8 @@ class Distribution:
             given = " and ".join(f"{each} {x.shape[AXES[each]]}" for each in names)
             needed = "" if pixels == 1 else f" in multiples of {pixels}"
             raise ValueError(
-                f"{name}: {given} for {self.ranks} ranks; each needs at least {pixels} rows or columns{needed}: "
+                f"{name}: {given} for {self.ranks} ranks; "
+                f"each needs at least {pixels} rows or columns{needed}: "
                 "use fewer ranks, another split, or restore() the model"
             )
         return min(units.items(), key=lambda unit: (self._longest(unit[1]) / unit[1], -unit[1]))

@@ -28,7 +28,8 @@ from turnout.ops.common_cpu_kernels import (
 )
 from turnout.ops.numba_cache import inlined, kernel
 
-TILE = 1024  # float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache
+# float32 values of one line: 4 KiB, so that a line, its sums and its marks stay in the first-level cache.
+TILE = 1024
 ROWS = 64  # rows of one block, channels side by side
 
 
@@ -228,7 +229,7 @@ def four_rows(a, b, c, d, taps, y, SILU):
 
 @kernel(fastmath=FUSED)
 def add_rows(acc, ring, taps, p, seg, base, SEG, INIT):
-    """acc = bias + sum_k taps[k] * the row width - 1 - k above position p, rows with another mark left out."""
+    """acc = bias + sum_k taps[k] * the row width - 1 - k above p, rows with another mark left out."""
     prefer_wide_vectors()
     width = ring.shape[0]
     acc[:] = taps[width * TILE : width * TILE + acc.size]

@@ -89,7 +89,8 @@ def is_inside(i, before, size):
 @triton.jit
 def group_moments(
     partial, w, bias, eps, b, block, size, G, parts,
-    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Mean (rough and rest), scale and shift of each column of GB groups [1, GB * CB], from the moments of
     all parts of `size` positions."""

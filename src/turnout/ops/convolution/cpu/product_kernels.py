@@ -17,7 +17,8 @@ ROWS, COLUMNS = (
     if "+avx512f" in (config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten())
     else (4, 1)
 )
-AT_ONCE = 64  # rows of a product: with three columns and the filters or pixels of 64 channels they fit a first-level cache
+# Rows of a product: with three columns and the filters or pixels of 64 channels they fit a first-level cache.
+AT_ONCE = 64
 
 
 @intrinsic(prefer_literal=True)
@@ -119,7 +120,10 @@ def add_product(
 
 @kernel
 def multiply(
-    a, a_at, a_depth, a_channel, a_row, a_lanes, b, b_at, b_depth, b_channel, b_column, c, c_at, c_row, rows, columns, depth, channels, size
+    a, a_at, a_depth, a_channel, a_row, a_lanes,
+    b, b_at, b_depth, b_channel, b_column,
+    c, c_at, c_row,
+    rows, columns, depth, channels, size,
 ):  # fmt: skip
     """Sums over depths and over channels, `size` of them at a time, of rows (in steps of ROWS) times columns
     (vectors), into c.
