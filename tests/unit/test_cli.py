@@ -266,6 +266,7 @@ def test_traceback_on_demand(monkeypatch):
 def test_control_c_ends_with_130():
     code = (
         "import signal, sys, turnout.doctor; from turnout.cli import main;"
+        "signal.signal(signal.SIGINT, signal.default_int_handler);"  # a background shell has it ignored
         "turnout.doctor.environment = lambda: signal.raise_signal(signal.SIGINT);"
         "sys.argv = ['turnout', 'doctor']; main()"
     )
