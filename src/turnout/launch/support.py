@@ -25,14 +25,15 @@ class Verified(NamedTuple):
     card: str
     tests: int
     passed: int
+    commit: str  # the state that was run; what has changed since has not been run on a card
 
     def __str__(self) -> str:
-        return f"{self.passed} of {self.tests} GPU tests passed on {self.card}"
+        return f"{self.passed} of {self.tests} GPU tests passed on {self.card} at commit {self.commit}"
 
 
 VERIFIED: tuple[Verified, ...] = (
-    Verified("2.11.0", "3.6.0", "NVIDIA H200", 1093, 1093),
-    Verified("2.11.0", "3.9.0", "NVIDIA H200", 1093, 1093),
+    Verified("2.11.0", "3.6.0", "NVIDIA H200", 1093, 1093, "e6b77e8"),
+    Verified("2.11.0", "3.9.0", "NVIDIA H200", 1093, 1093, "e6b77e8"),
 )
 COMPILED: tuple[versions.Version, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 PROBE = "turnout.launch.probe_kernels:probe"
