@@ -93,9 +93,15 @@ class Route:
         """A hash of the kernels' source: what was measured with other kernels does not count."""
         return code_hash(*self.kernels)
 
+    @functools.cached_property
+    def defaults(self) -> Config:
+        """The configuration that its function takes where none is given."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
     def prepared(self, args: tuple, config: Config) -> Prepared:
         """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
-        prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
+        prepared = Prepared(self.run, {**self.defaults, **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
         prepared.call = call or prepared.call
         return prepared
