@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from turnout.ops.group_norm_silu.blocks import (
     rows_and_columns,
     scaled,
 )
-from turnout.ops.group_norm_silu.guards import AnyNorm
 from turnout.ops.group_norm_silu.padded import (
     GROUP_NORM_SILU_PAD,
     fill_border,
@@ -43,6 +42,9 @@ from turnout.ops.group_norm_silu.routes import INTO
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.layouts import folded
 from turnout.routing.device import Device
+
+if TYPE_CHECKING:
+    from turnout.ops.group_norm_silu.guards import AnyNorm
 
 NAME = "cpu-block-sums"
 NAME_ON_GPU = "block-sums"

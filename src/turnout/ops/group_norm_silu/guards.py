@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from turnout.ops import needs
 from turnout.ops.group_norm_silu import GroupNormSilu, axes, layout
-from turnout.ops.group_norm_silu.padded import GroupNormSiluPad
-from turnout.ops.group_norm_silu.spatial import SpatialNormSilu
 from turnout.routing.device import Device
+
+if TYPE_CHECKING:
+    from turnout.ops.group_norm_silu.padded import GroupNormSiluPad
+    from turnout.ops.group_norm_silu.spatial import SpatialNormSilu
+
+    AnyNorm = GroupNormSilu | GroupNormSiluPad | SpatialNormSilu
 
 WIDEST_GROUP = 4096  # channels of a group, channels side by side
 MOST_POSITIONS = 2**30  # of one batch entry where they have gaps: kernels count them in 32 bits
-AnyNorm = GroupNormSilu | GroupNormSiluPad | SpatialNormSilu
 
 
 def refuses_any_call(problem: AnyNorm) -> Iterator[str]:
