@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -98,7 +98,7 @@ class CausalConv(Adapter):
         return ops.conv3d(whole, self.weight, self.bias, self.stride)
 
 
-@functools.lru_cache(1024)
+@lru_cache(1024)
 def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
     """Shape and strides that concatenation and padding would give: a convolution of another layout is not the
     same bit for bit.
@@ -296,15 +296,14 @@ class Decoder(Adapter):
         blocks = list(self.up_blocks)
         for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
             if not _in_parts(block, x):
-                yield Stage(functools.partial(block, **first), growth=_growth(block))
+                yield Stage(partial(block, **first), growth=partial(_growth, block))
                 continue
             for resnet in block.resnets:
-                yield Stage(resnet, block if _fits_ring(block, x) else None, growth=_growth(resnet))
+                yield Stage(resnet, block if _fits_ring(block, x) else None, growth=partial(_growth, resnet))
             for resample in block.upsamplers or ():
-                in_time = 2 if resample.mode == "upsample3d" else 1
-                yield Stage(resample.doubled_in_time, growth=in_time)
+                yield Stage(resample.doubled_in_time, growth=partial(_growth_in_time, resample))
                 behind_ring = behind if _fits_ring(behind, x) else None
-                yield Stage(resample.doubled_in_space, behind_ring, 4, _growth(resample) / in_time)
+                yield Stage(resample.doubled_in_space, behind_ring, 4, partial(_growth_in_space, resample))
 
     def _up(
         self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]
@@ -330,7 +329,7 @@ class Decoder(Adapter):
                 most = 1 if alone else PIECE
                 # those that wait do so in memory of their own: a view would keep all of x
                 if several is not None:
-                    elements = pixels_of_frame(x) * x.shape[1] * growth
+                    elements = pixels_of_frame(x) * x.shape[1] * growth()
                     (x, calls), *later = several.pieces(x, calls, most, elements, 0.0 if alone else room)
                     waiting += [(i, feat_idx[0], *piece) for piece in reversed(later)]
                     del later
@@ -362,21 +361,33 @@ class Decoder(Adapter):
 class Stage(NamedTuple):
     """A part of a decoder, `run(x, feat_cache=, feat_idx=)`; the block for whose frames there may be a ring,
     the one behind where the part changes their size; how many times more pixels of a frame come out than go
-    in; and how many times more elements, at most."""
+    in; and, asked when it matters, how many times more elements, at most."""
 
     run: Callable[..., Tensor]
     block: Any = None
     grows: int = 1
-    growth: float = 1.0
+    growth: Callable[[], float] = lambda: 1.0
 
 
 def _growth(part: Any) -> float:
     """How many times more elements come out of a residual block, an upsampling or a block of both."""
     if hasattr(part, "resnets"):
         return prod(map(_growth, [*part.resnets, *_upsamplings(part)]))
-    conv = part.conv1 if hasattr(part, "conv1") else getattr(part, "resample", [None, None])[1]
-    channels = max(1.0, conv.weight.shape[0] / conv.weight.shape[1])
-    return channels * {"upsample2d": 4, "upsample3d": 8}.get(getattr(part, "mode", ""), 1)
+    if hasattr(part, "conv1"):
+        return _more_channels(part.conv1)
+    return _growth_in_time(part) * _growth_in_space(part)
+
+
+def _growth_in_time(resample: Any) -> float:
+    return 2.0 if resample.mode == "upsample3d" else 1.0
+
+
+def _growth_in_space(resample: Any) -> float:
+    return 4 * _more_channels(resample.resample[1])
+
+
+def _more_channels(conv: Any) -> float:
+    return max(1.0, conv.weight.shape[0] / conv.weight.shape[1])
 
 
 def _upsamplings(block: Any) -> list[Any]:
@@ -741,7 +752,7 @@ class DecodeStream:
                 steps.cache.clear()  # whoever else holds this list has no use for it
             else:
                 self.captured = captured = None  # its memory is free before another one needs as much
-                step = functools.partial(decode_latent, self.vae, first=False)
+                step = partial(decode_latent, self.vae, first=False)
                 self.captured = captured = CapturedStep(step, latent, steps.cache, assumptions)
             steps.cache = captured.cache
         return captured(latent)
