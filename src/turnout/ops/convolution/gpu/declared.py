@@ -24,7 +24,7 @@ from turnout.ops.convolution.gpu.task import (
 from turnout.ops.convolution.layout import LAST, dense_strides
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.op import ANYWHERE, UNKNOWN, Config, Grain
 
 _HERE = "turnout.ops.convolution.gpu"
 TRANSPOSE = f"{_HERE}.kernels:transpose"
@@ -36,7 +36,9 @@ class Kernel(NamedTuple):
 
     `arithmetic` estimates the seconds of its products, without reading and writing. `kernels` names those
     whose source decides the time, also the ones that copy or round before and after; not the fallback for
-    unaligned tensors.
+    unaligned tensors. `grain` of the implicit GEMMs: each output is one sum over taps and channels, in an
+    order and in blocks that follow from the configuration, wherever the output lies; taps on padding add
+    zeros or are left out. `narrow_out` adds columns of the kernel in an order that the compiler chooses.
     """
 
     refuses: Callable[[Task], Iterator[str]]
@@ -44,6 +46,7 @@ class Kernel(NamedTuple):
     arithmetic: Callable[[Task, Device], float | None]
     lowering: Lowering
     kernels: tuple[str, ...]
+    grain: Grain = UNKNOWN
 
     @property
     def defaults(self) -> Config:
@@ -148,6 +151,7 @@ IMPLICIT_GEMM = Kernel(
     portable_arithmetic,
     implicit_gemm.PORTABLE,
     (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
+    ANYWHERE,
 )
 IMPLICIT_GEMM_HOPPER = Kernel(
     implicit_gemm_hopper_refuses,
@@ -155,6 +159,7 @@ IMPLICIT_GEMM_HOPPER = Kernel(
     hopper_arithmetic,
     implicit_gemm.HOPPER,
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
+    ANYWHERE,
 )
 NARROW_OUT = Kernel(
     narrow_out_refuses,

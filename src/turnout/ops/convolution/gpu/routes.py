@@ -47,6 +47,7 @@ def declare(
         numerics="close",
         version=1,
         kernels=(*kernel.kernels, *more_kernels),
+        grain=kernel.grain,
     )(configured(functools.partial(run, kernel.lowering), kernel.defaults))
 
 
