@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from turnout.routing.fallback import (
     differentiable_backward,
     tracing_state,
 )
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare, Prepared
 from turnout.routing.runtime_checks import with_runtime_checks
@@ -50,12 +50,38 @@ _MOST_CACHED = 4096  # calls, of all ops together
 _cached: collections.deque[tuple[dict, tuple]] = (
     collections.deque()
 )  # the oldest first: a dispatch cache and a key
-_cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
+_cache_lock = lock_across_forks()  # held to add to dispatch caches and to clear them, not to look up
 _clearings = 0  # how often they were cleared: what was chosen before is not added after
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much
 # when gradients are wanted.
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
+
+
+class Grain(NamedTuple):
+    """Where the input of a route, `[N, C, (D,) H, W]`, may be cut so that each part, computed by itself with
+    the border that it sees and in the same configuration, gives the bits of the whole: at multiples of so
+    many samples, frames, rows and columns. None: of cuts along that axis nothing is known.
+
+    >>> Grain(rows=1, columns=2).along(-1), Grain(samples=1).in_frames(4)
+    (2, 1)
+    """
+
+    samples: int | None = None
+    frames: int | None = None
+    rows: int | None = None
+    columns: int | None = None
+
+    def along(self, axis: int) -> int | None:
+        """That of the rows (-2) or the columns (-1)."""
+        return self.rows if axis == -2 else self.columns
+
+    def in_frames(self, dimensions: int) -> int | None:
+        """That of frames, which are the samples of a call with four dimensions."""
+        return self.samples if dimensions == 4 else self.frames
+
+
+ANYWHERE, UNKNOWN = Grain(1, 1, 1, 1), Grain()
 
 
 class TurnoutWarning(UserWarning):
@@ -71,8 +97,7 @@ class Route:
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an
     argument.
-    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the
-    whole's, bit for bit; None where that is not known.
+    grain: where the input may be cut without changing a bit, as far as that is known.
     """
 
     name: str
@@ -86,16 +111,22 @@ class Route:
     kernels: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     fails_before_writing: bool = False
-    grain: int | None = None
+    grain: Grain = UNKNOWN
 
     @functools.cached_property
     def code_hash(self) -> str:
         """A hash of the kernels' source: what was measured with other kernels does not count."""
         return code_hash(*self.kernels)
 
+    @functools.cached_property
+    def defaults(self) -> Config:
+        """The configuration that its function takes where none is given."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
     def prepared(self, args: tuple, config: Config) -> Prepared:
         """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
-        prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
+        prepared = Prepared(self.run, {**self.defaults, **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
         prepared.call = call or prepared.call
         return prepared
@@ -125,8 +156,8 @@ class Op:
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes
     one from the arguments. `cost` estimates the reference in seconds; `work` counts what no route can avoid.
-    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. `arguments`
-    turns what a case makes into the reference's positional arguments.
+    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. What a case
+    makes are the reference's arguments, or those of the public function that says so (see `public`).
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product
     of the reference. `mutates` names the arguments a call writes into; see `writing` for what holds then. The
@@ -148,7 +179,6 @@ class Op:
         cost: Cost,
         work: Callable[[Any], Work],
         cases: str | Cases,
-        arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
@@ -162,7 +192,7 @@ class Op:
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self._cases = cases
         self.signature = inspect.signature(reference)
-        self._arguments = arguments
+        self.lowered_by: Callable[..., tuple] | None = None
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
@@ -187,7 +217,7 @@ class Op:
         kernels: Sequence[str] = (),
         in_place: Sequence[str] = (),
         fails_before_writing: bool = False,
-        grain: int | None = None,
+        grain: Grain = UNKNOWN,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Declare a route: see CONTRIBUTING, "Add a route".
 
@@ -251,8 +281,8 @@ class Op:
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
         """The reference's positional arguments of a case; `public.lower` has those of a public call."""
-        if self._arguments is not None:
-            return self._arguments(*args, **kwargs)
+        if self.lowered_by is not None:
+            return self.lowered_by(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
 
     @functools.cached_property
