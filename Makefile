@@ -84,10 +84,10 @@ docs: setup
 	$(RUN) -m benchmarks.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# What a card's own Python may lack: pure Python, found behind what is installed there.
+# What a card's own Python may lack, as plain Python.
 PACKAGES_FOLDER := .card-packages
 CARD_PACKAGES := diffusers peft pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments rich \
-	typer click shellingham markdown-it-py mdurl platformdirs
+	typer annotated-doc click shellingham markdown-it-py mdurl platformdirs
 
 # On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15

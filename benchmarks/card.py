@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import os
 import signal
 import subprocess
@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 from benchmarks import targets
 
 ROOT = Path(__file__).parents[1]
-# What the steps import. Torch, Triton and a driver are the card's own; the rest is Python, and `make
-# card-packages` collects it for a machine without a network.
+# What the steps import, by the name of the module. `make card-packages` collects what is plain Python.
 PACKAGES = {
     "accelerate": "accelerate", "diffusers": "diffusers", "peft": "peft", "platformdirs": "platformdirs",
     "pytest": "pytest", "pytest_timeout": "pytest-timeout", "rich": "rich", "torch": "torch",
@@ -128,8 +127,23 @@ def _size_of_ranks(name: str, engine: str, size: str) -> tuple[str, ...]:
 
 
 def missing_packages() -> list[str]:
-    """What pip would have to install before the steps can run."""
-    return [name for module, name in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    """Why the steps cannot run here: a line for each package that pip would have to install."""
+    reasons = []
+    for module, name in PACKAGES.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as failure:
+            reasons.append(f"{name}: {failure}")
+    if not reasons:
+        from turnout.race.models import RACERS
+
+        one_of_each = {racer.package: (race, racer) for race, racer in RACERS.items()}
+        for race, racer in one_of_each.values():
+            try:
+                racer.load_class()
+            except ValueError as failure:
+                reasons.append(f"{race}: {failure}")
+    return reasons
 
 
 def pending(all_steps: Sequence[Step], known: Sequence[dict[str, Any]], again: bool) -> list[Step]:
@@ -258,7 +272,9 @@ def main(words: Sequence[str]) -> int:
         show(settings)
         return 0
     if missing := missing_packages():
-        print(f"error: not installed here: {' '.join(missing)}; pip install them, or make card-packages")
+        for reason in missing:
+            print(f"missing: {reason}")
+        print("error: pip install what is missing, or run make card-packages where there is a network")
         return 2
     import torch
 

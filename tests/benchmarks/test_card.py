@@ -11,6 +11,7 @@ import pytest
 from benchmarks import card, targets
 from benchmarks.card import DONE, FAILED, OUT_OF_TIME, ROOT, Settings, Step
 from turnout.bench import sweep
+from turnout.race.ahead import numbers_of
 from turnout.race.models import RACERS
 
 
@@ -111,6 +112,14 @@ def test_every_race_is_a_step_and_every_target_has_its_step(settings):
             "gpu-tests": ["-m gpu"],
         }[target["file"]]
         assert any(all(word in words for word in needed) for words in said), target["name"]
+
+
+def test_every_size_of_a_step_is_one_of_its_model(settings):
+    for step in card.steps(settings._replace(size="full")):
+        if step.words[2] == "race":
+            name, size = step.words[3], step.words[step.words.index("--size") + 1]
+            _, numbers = numbers_of(name, RACERS[name], size)
+            assert len(numbers) == len(RACERS[name].sizes["full"])
 
 
 def test_every_command_of_a_step_is_known():

@@ -6,7 +6,7 @@ import torch
 import turnout
 from tests.models.zoo import KL, made
 from turnout.models import DecodeStream, frames
-from turnout.models.graphs import CapturedStep
+from turnout.models.graphs import CapturedStep, CudaEngine
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
@@ -258,3 +258,58 @@ def test_undisturbed_streams_need_no_more_memory_for_what_could_fail(monkeypatch
         peaks[kept] = torch.cuda.max_memory_allocated() - before
         del stream
     assert peaks[68] < 1.03 * peaks[1]
+
+
+# The engine by itself: what torch's own allocators and generator make of it
+
+
+@pytest.fixture
+def engine():
+    return CudaEngine(torch.device("cuda", 0))
+
+
+def product(engine):
+    """A run that was made once beside, and what it gives."""
+    x = torch.randn(64, 4096, device=GPU)
+
+    def run():
+        return x @ x.T  # of which cuBLAS makes parts, and adds them up in its workspace
+
+    return run, engine.run_beside(run).clone()
+
+
+def test_engine_captures_after_captures_that_failed(engine):
+    run, expected = product(engine)
+    kept = engine.capture(run)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="captur"):
+            engine.capture(lambda: run().sum().item())
+        torch.rand(8, device=GPU)
+    again = engine.capture(run)
+    for captured in (kept, again, kept):
+        captured.outputs.zero_()
+        captured.replay()
+        torch.testing.assert_close(captured.outputs, expected)
+
+
+def test_engine_captures_while_memory_of_graphs_that_are_gone_is_in_use(engine):
+    run, expected = product(engine)
+    first = engine.capture(run)
+    first.replay()
+    outputs = first.outputs
+    del first
+    second = engine.capture(run)
+    second.replay()
+    torch.testing.assert_close(second.outputs, expected)
+    torch.testing.assert_close(outputs, expected)
+
+
+def test_workspaces_that_others_free_are_not_read_by_graphs(engine):
+    run, expected = product(engine)
+    captured = engine.capture(run)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    poison = [torch.full((2**24,), float("nan"), device=GPU) for _ in range(8)]
+    captured.replay()
+    torch.testing.assert_close(captured.outputs, expected)
+    assert all(bool(each.isnan().all()) for each in poison), "no memory of others is written"

@@ -15,6 +15,12 @@ def test_lockstep_compares_bits():
     assert row["same_bits"] is True
 
 
+def test_size_may_be_given_in_numbers():
+    row = race_ranks("flux-vae", "64x96", "float32", torch.device("cpu"), 2, "lockstep", read_links(None), 2)
+    assert (row["size"], row["title"]) == ("64x96", "Flux VAE decode, 64 x 96 (height x width)")
+    assert row["same_bits"] is True
+
+
 def test_fake_times_every_rank_and_counts_its_messages(tmp_path):
     links = tmp_path / "links.json"
     links.write_text('{"1000": 1000000}')  # a second each

@@ -17,7 +17,11 @@ def race(
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the models and their sizes, and end.")] = False,
     size: Annotated[
-        str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")
+        str,
+        typer.Option(
+            help="tiny, small or full; default: full on a GPU, small on a CPU. With --ranks and --first-call "
+            "also the numbers of one: 480x832x81."
+        ),
     ] = "",
     dtype: Annotated[
         str | None, typer.Option(help="bfloat16, float16 or float32; default: the model's own, see --list.")
@@ -214,11 +218,12 @@ class _Kept:
 
     def has(self, name: str, size: str, dtype: str | None, **others: Any) -> bool:
         """Whether there is a row of this code already, which is to be left."""
-        from turnout.race.models import racer_named, size_named
+        from turnout.race.ahead import sized
+        from turnout.race.models import racer_named
 
         wanted = {
             "model": name,
-            "size": size_named(name, size, self.device),
+            "size": sized(name, size, self.device),
             "dtype": dtype or racer_named(name).default_dtype(self.device),
             **others,
         }

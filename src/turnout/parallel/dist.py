@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,6 +43,7 @@ class Dist:
         self.backend = dist.get_backend(self.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self._gloo: Any = None
+        self._has_met = False
         self._said = 0
         _made += 1
         members = "-".join(map(str, dist.get_process_group_ranks(self.group)))
@@ -59,6 +61,12 @@ class Dist:
             limit = datetime.timedelta(seconds=self.timeout)
             with self._told_why():
                 self._gloo = dist.ProcessGroupGloo(store, self.rank, self.ranks, limit)
+        if self.backend == "nccl" and not self._has_met:
+            # NCCL's communicator is made by its first operation, which all ranks have to be part of: a
+            # message between two of them would wait for the others.
+            self.agree("opens connections")
+            dist.barrier(self.group, device_ids=[torch.cuda.current_device()])
+            self._has_met = True
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         if not sends and not receives:

@@ -9,7 +9,7 @@ import torch
 from turnout.launch.ahead import Spec, specs_of
 from turnout.launch.pretended import PRETENDED, NeedsValuesError
 from turnout.models.accelerate import accelerate
-from turnout.race.models import Racer, Settings, check_size, racer_named
+from turnout.race.models import Racer, Settings, check_size, racer_named, size_named
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
 from turnout.warming.planning import planning
@@ -37,6 +37,11 @@ def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device)
             said = str(failure).strip().split("\n")[0]
             raise ValueError(f"{shown} cannot be planned: {type(failure).__name__}: {said}") from failure
         return specs_of(launches)
+
+
+def sized(name: str, size: str, device: torch.device) -> str:
+    """A size as it is asked for: "" is the one for this kind of device, numbers stay what they are."""
+    return size_named(name, size, device) if size in ("", *racer_named(name).sizes) else size
 
 
 def numbers_of(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]]:

@@ -22,8 +22,8 @@ from turnout.bench.sweep import commit, versions
 from turnout.measure.machine import cores, machine, now
 from turnout.measure.timer import time_call
 from turnout.models.accelerate import accelerate
-from turnout.race.ahead import numbers_of
-from turnout.race.models import Racer, Settings, check_size, racer_named, size_named
+from turnout.race.ahead import numbers_of, sized
+from turnout.race.models import Racer, Settings, check_size, racer_named
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
 
@@ -74,9 +74,9 @@ def measure(
 
     The figures of `turnout warm` are None on a CPU, for which nothing is compiled ahead.
     """
-    racer, size = racer_named(name), size_named(name, size, device)
+    racer, size = racer_named(name), sized(name, size, device)
     dtype = dtype or racer.default_dtype(device)
-    numbers = racer.sizes[size]
+    _, numbers = numbers_of(name, racer, size)
     other = other_size(racer, numbers)
     calls = [numbers, *([] if other is None else [other])]
     on_progress("first calls, nothing compiled")
@@ -102,7 +102,7 @@ def measure(
     return {
         "model": name,
         "size": size,
-        "what": racer.describe(size),
+        "what": f"{racer.title}, {' x '.join(map(str, numbers))} {racer.axes}".strip(),
         "dtype": dtype,
         "device": Device.of(device).name,
         "cores": cores(),

@@ -22,7 +22,9 @@ from turnout.bench.sweep import commit, versions
 from turnout.measure.machine import machine, now
 from turnout.models.accelerate import accelerate, restore
 from turnout.parallel import Fake, Lockstep, distribute
-from turnout.race.models import racer_named, size_named
+from turnout.race.ahead import numbers_of, sized
+from turnout.race.models import Settings, check_size, racer_named
+from turnout.routing.names import dtype_named
 
 ENGINES = ("fake", "lockstep")
 
@@ -76,15 +78,19 @@ def race_ranks(
     compute and of its messages in seconds, and the predicted speed-up (fake)."""
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine!r}; one of: {', '.join(ENGINES)}")
-    racer, size = racer_named(name), size_named(name, size, device)
+    racer, size = racer_named(name), sized(name, size, device)
     given = dtype or racer.default_dtype(device)
+    config, numbers = numbers_of(name, racer, size)
+    settings = Settings(numbers, dtype_named(given), device)
     with torch.no_grad():
-        model, call = racer.make(size, getattr(torch, given), device)
+        model = racer.build(config, settings)
+        check_size(name, racer, model, numbers)
+        call = racer.call(model, settings)
         accelerate(model)
         row: dict[str, Any] = {
             "model": name,
             "size": size,
-            "title": racer.describe(size),
+            "title": f"{racer.title}, {' x '.join(map(str, numbers))} {racer.axes}".strip(),
             "dtype": given,
             "ranks": ranks,
             "engine": engine,
