@@ -260,7 +260,7 @@ def test_keys_of_bench(tmp_path):
 def test_keys_of_a_wrong_row(monkeypatch):
     from turnout.bench import sweep
 
-    monkeypatch.setattr(sweep.Trial, "complaint", lambda *_: "another number")
+    monkeypatch.setattr(sweep.Verifier, "mismatch", lambda *_: "another number")
     run = CliRunner().invoke(app, ["bench", "dot", "--only", "K=16 float32", "--device", "cpu", "--json"])
     assert run.exit_code == 1
     [row] = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]

@@ -268,7 +268,7 @@ def test_headline_is_no_surer_than_the_rounds(stock, fast, verdict):
     made_up = gpu_race()
     for name, samples in ((STOCK, stock), (ACCELERATED, fast)):
         made_up.lanes[name].samples = samples
-        made_up.lanes[name].settle(True)
+        made_up.lanes[name].summarize(True)
     assert made_up.verdict == made_up.row()["verdict"] == verdict
     assert verdict in made_up.headline()
     assert f"{verdict}: " in page.page(made_up)
@@ -350,9 +350,16 @@ def gpu_race(latents=21):
             1323,
             441.5,
             0.772,
-            "measured and shipped: 2.86x the reference",
+            "measured and shipped: 2.86x as fast as the reference",
         ),
-        Share("rms_norm_silu", "rows", 1218, 61.0, 0.107, "measured and shipped: 14.90x the reference"),
+        Share(
+            "rms_norm_silu",
+            "rows",
+            1218,
+            61.0,
+            0.107,
+            "measured and shipped: 14.90x as fast as the reference",
+        ),
         Share(
             "attention",
             "reference",
@@ -738,7 +745,7 @@ def test_budget_runs_as_many_as_fit(clock, tmp_path):
     run = command("all", "--budget", "25", "--out", str(tmp_path))
     assert run.exit_code == 0, run.output
     assert clock == list(RACERS)[:3] == [row["model"] for row in rows_in(tmp_path)]
-    assert "40 left when the budget was spent" in run.stderr
+    assert "the budget is spent, 40 races were not run" in run.stderr
     assert list(RACERS)[3] in run.stderr
 
 
@@ -801,9 +808,9 @@ def test_unknown_names(said):
     assert all(name in line for name in RACERS)
     assert "one of: hunyuan-vae" in said("nothing at all")
     assert "no size 'huge'" in said("wan-vae", "--size", "huge")
-    assert "no model was named" in said("--json")
-    assert "--report is of one race" in said("wan-vae", "flux-vae", "--report", "x.html")
-    assert "--missing needs --out" in said("all", "--missing")
+    assert "no model was given" in said("--json")
+    assert "--report shows one race, 2 models were given" in said("wan-vae", "flux-vae", "--report", "x.html")
+    assert "--missing was given without --out" in said("all", "--missing")
 
 
 @pytest.mark.parametrize(("package", "model"), [("diffusers", "flux-vae"), ("transformers", "mamba")])
@@ -880,7 +887,7 @@ def test_weights_of_a_folder_race(tmp_path):
 def test_a_report_that_cannot_be_written_is_told_before_the_race(said, tmp_path, monkeypatch):
     monkeypatch.setattr(many, "race", lambda *args, **options: pytest.fail("it ran"))
     (tmp_path / "file").write_text("")
-    assert "cannot be written: " in said("flux-vae", "--report", tmp_path / "file" / "race.html")
+    assert "cannot be written (" in said("flux-vae", "--report", tmp_path / "file" / "race.html")
     assert "this is a folder" in said("flux-vae", "--report", tmp_path)
     assert "the folder cannot be made" in said("flux-vae", "--out", tmp_path / "file" / "rows")
     check_file("--report", tmp_path / "new" / "race.html")
