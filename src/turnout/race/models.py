@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,13 +173,32 @@ def _package(name: str, class_name: str = "") -> Any:
 
 
 def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
+    """Load a model from its folder, or from its part of a pipeline's."""
     inner = folder / part
     source = inner if (inner / "config.json").is_file() else folder
     try:
-        return cls.from_pretrained(source, torch_dtype=dtype)
+        with _without_logged_tracebacks(cls.__module__.split(".")[0]):
+            return cls.from_pretrained(source, torch_dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as failure:
         message = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {message}") from failure
+
+
+@contextlib.contextmanager
+def _without_logged_tracebacks(package: str) -> Iterator[None]:
+    """Inside this block a package logs no exceptions: diffusers logs those that it raises too."""
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    handlers = list(logging.getLogger(package).handlers)
+    for handler in handlers:
+        handler.addFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(has_no_traceback)
 
 
 def _random(settings: Settings, *shape: int) -> Tensor:
