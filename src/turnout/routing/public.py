@@ -43,8 +43,8 @@ class Public(NamedTuple):
 def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
     """Declare a public function and the ops it may call; each call of it calls one of them once.
 
-    The function is returned unchanged, so its calls cost nothing more. of_cases: the cases of the first op make
-    this function's arguments, all by position.
+    The function is returned unchanged, so its calls cost nothing more. of_cases: the first op's cases make
+    this function's arguments, by position.
     """
 
     def declare(function: F) -> F:
