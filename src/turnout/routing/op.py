@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from turnout.routing.fallback import (
     differentiable_backward,
     tracing_state,
 )
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare, Prepared
 from turnout.routing.runtime_checks import with_runtime_checks
@@ -50,7 +50,7 @@ _MOST_CACHED = 4096  # calls, of all ops together
 _cached: collections.deque[tuple[dict, tuple]] = (
     collections.deque()
 )  # the oldest first: a dispatch cache and a key
-_cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
+_cache_lock = lock_across_forks()  # held to add to dispatch caches and to clear them, not to look up
 _clearings = 0  # how often they were cleared: what was chosen before is not added after
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much
