@@ -41,7 +41,7 @@ def test_budget_runs_as_many_models_as_fit(clock, tmp_path):
     run = run_command("all", "--budget", "25", "--out", str(tmp_path))
     assert run.exit_code == 0, run.output
     assert clock == list(RACERS)[:3] == [row["model"] for row in rows_in(tmp_path)]
-    assert "40 left when the budget was spent" in run.stderr
+    assert "the budget is spent, 40 races were not run" in run.stderr
     assert list(RACERS)[3] in run.stderr
 
 

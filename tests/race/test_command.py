@@ -68,9 +68,11 @@ def test_mistakes_in_names_and_options_are_one_line(error_line):
     assert all(name in line for name in RACERS)
     assert "one of: hunyuan-vae" in error_line("nothing at all")
     assert "no size 'huge'" in error_line("wan-vae", "--size", "huge")
-    assert "no model was named" in error_line("--json")
-    assert "--report is of one race" in error_line("wan-vae", "flux-vae", "--report", "x.html")
-    assert "--missing needs --out" in error_line("all", "--missing")
+    assert "no model was given" in error_line("--json")
+    assert "--report shows one race, 2 models were given" in error_line(
+        "wan-vae", "flux-vae", "--report", "x.html"
+    )
+    assert "--missing was given without --out" in error_line("all", "--missing")
 
 
 @pytest.mark.parametrize(("package", "model"), [("diffusers", "flux-vae"), ("transformers", "mamba")])

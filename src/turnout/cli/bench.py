@@ -175,7 +175,7 @@ def _router(name: str | None, only: str, missing: bool, out: Path | None, json: 
 
     here = device_here(name)
     if missing and out is None:
-        raise ValueError("bench router --missing needs --out, the folder whose rows are asked")
+        raise ValueError("--missing was given without --out, where it looks for rows; give both")
     if out is not None:
         check_folder("--out", out)
     path = None if out is None else out / Device.of(here).slug / router.FILE

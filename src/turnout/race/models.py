@@ -57,10 +57,10 @@ class Racer:
     dtypes: tuple[str, ...] = ("bfloat16",)  # of its races; the first is the default
     note: str = ""  # how the full size differs from the published model
 
-    def describe(self, size: str, *, given: bool = False) -> str:
+    def describe(self, size: str, *, own_weights: bool = False) -> str:
         """The title, the size and its numbers: "Flux VAE decode, tiny: 32 x 32 (height x width)"."""
         shown = f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
-        return f"{shown}, weights and layers of a folder" if given else shown
+        return f"{shown}, weights and layers of a folder" if own_weights else shown
 
     def default_dtype(self, device: torch.device) -> str:
         """The first dtype; on a CPU bfloat16 in place of float16, whose kernels there are slow or missing."""

@@ -280,7 +280,7 @@ def race(
     return Race(
         name,
         size,
-        racer.describe(size, given=weights is not None),
+        racer.describe(size, own_weights=weights is not None),
         str(dtype).removeprefix("torch."),
         host["card"] or "cpu",
         lanes,
