@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.race.races import race_on_a_gpu, rows_in, run_command
+from turnout.bench import sweep
 from turnout.bench.sweep import commit
 from turnout.race import many
 from turnout.race.models import RACERS
@@ -54,7 +55,7 @@ def test_a_run_that_is_cut_off_loses_nothing(clock, tmp_path):
 
 
 def test_missing_leaves_out_what_has_a_row_of_this_code(clock, tmp_path, monkeypatch):
-    monkeypatch.setattr(many, "commit", lambda: "abc1234")
+    monkeypatch.setattr(sweep, "commit", lambda: "abc1234")
     monkeypatch.setitem(globals(), "commit", lambda: "abc1234")
     run_command("flux-vae", "ltx-vae", "--out", str(tmp_path))
     path = tmp_path / "cpu" / "race.jsonl"
