@@ -171,6 +171,7 @@ def restore(model: Any) -> int:
     fronts = 0
     for _, part in _parts(model):
         for _, instance in _instances(part):
+            calls.uninstall(instance)
             fronts += patch.take_front(instance) is not None and patch.patched(instance) is None
     return fronts + _undo(model)
 

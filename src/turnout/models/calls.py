@@ -74,7 +74,8 @@ def install(model: nn.Module, *, graph: bool, warm: bool) -> None:
 
 
 def uninstall(model: object) -> None:
-    """Free what `install` has begun; the class of the model is `patch.undo`'s."""
+    """Take back what `install` did, and free what was captured."""
+    patch.undo(model, (WholeForward, WholeAutoencoder))
     held = getattr(model, "__dict__", {})
     held.pop(FIRST_CALLS, None)
     replays = held.pop(REPLAYS, None)

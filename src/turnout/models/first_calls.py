@@ -41,6 +41,7 @@ from turnout.warming.warmed import Warmed, compile_specs
 FEWEST = 3
 _SHOWN_AFTER = 2.0  # seconds
 _LIBRARIES = frozenset({"torch", "diffusers", "transformers", "peft", "turnout"})
+_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _log = logging.getLogger("turnout")
 _no_compiler: str | None = None  # why none can be started in this process
 
@@ -178,7 +179,7 @@ def _reasons(call: _Call) -> Iterator[str]:
     rewritten = replays.rewritten()
     if rewritten is not None:
         yield rewritten
-    if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch.is_grad_enabled() and _saved_tensors_hooks(True) is not None:
         yield "hooks on saved tensors"
     if call.method in vars(call.model):
         yield f"a {call.method} of its own"
