@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import re
 import sys
 import threading
 import types
@@ -533,6 +534,61 @@ def test_other_settings_are_another_call(setting, graphed):
         graphed.check()
         graphed.check()
     assert graphed.check()
+
+
+def setter_of(getter):
+    """torch's setter of the flag that this getter asks for, or None."""
+    name = getter.__name__.removeprefix("_get_")
+    attention = re.fullmatch(r"(\w+)_sdp_enabled", name)
+    return getattr(torch._C, f"_set_sdp_use_{attention[1]}" if attention else f"_set_{name}", None)
+
+
+def can_be_switched(getter):
+    """Whether torch has such a switch, and takes it on this machine: not every CPU has float16 arithmetic."""
+    value, setter = getter(), setter_of(getter)
+    if type(value) is not bool or setter is None:
+        return False
+    try:
+        setter(not value)
+    except RuntimeError:
+        return False
+    setter(value)
+    return True
+
+
+SWITCHES = [flag.__name__ for flag in replays_module._flags if can_be_switched(flag)]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_of_torch_is_another_call(name):
+    getter, settings = getattr(torch._C, name), replays_module._settings
+    before, value = settings(torch.device("cpu")), getter()
+    setter_of(getter)(not value)
+    try:
+        assert settings(torch.device("cpu")) != before
+    finally:
+        setter_of(getter)(value)
+    assert settings(torch.device("cpu")) == before
+
+
+def test_every_setting_of_torch_is_watched_or_known_to_change_no_kernel():
+    """A newer torch has more of them: read what each does, and let `replays` watch it, or name it here."""
+    elsewhere = {"cublas_allow_tf32", "cudnn_allow_tf32", "onednn_allow_tf32", "float32_matmul_precision"}
+    elsewhere |= {"sdp_priority_order", "default_device"}
+    no_kernel = {
+        "autograd_fallback_mode",
+        "backcompat_broadcast_warn",
+        "backcompat_keepdim_warn",
+        "warnAlways",
+    }
+    no_kernel |= {"thread_name", "symbolize_mode", "torch_function_state", "tracing_state", "value_trace"}
+    no_kernel |= {"dispatch_mode", "fake_constant", "tensor_metadata"}
+    scripts_or_quantized = {"graph_exec_group", "graph_executor_optimize", "qengine"}
+    pairs = {name[5:] for name in dir(torch._C) if name.startswith("_get_")} & {
+        name[5:] for name in dir(torch._C) if name.startswith("_set_")
+    }
+    watched = {flag.__name__[5:] for flag in replays_module._flags}
+    assert pairs - watched - elsewhere - no_kernel - scripts_or_quantized == set()
 
 
 def test_autocast_is_another_call(graphed):

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import re
 import sys
 import threading
 import warnings
@@ -327,19 +328,12 @@ def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
 
 # -- settings ----------------------------------------------------------------------------------------------
 
-_flags: list[Callable[[], Any]] = [
-    getter for name in (
-        "_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic",
-        "_get_deterministic_algorithms",
-        "_get_deterministic_fill_uninitialized_memory", "_get_cublas_allow_bf16_reduced_precision_reduction",
-        "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_fp16_accumulation",
-        "_get_math_sdp_allow_fp16_bf16_reduction", "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled",
-        "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled", "_get_overrideable_sdp_enabled",
-        "_get_fa3_sdp_enabled",
-        "_get_mkldnn_enabled", "_get_mkldnn_deterministic", "_get_blas_preferred_backend",
-    )
-    if (getter := getattr(_c, name, None)) is not None
-]  # fmt: skip
+# Words in the names of those flags of torch that may change which kernels a call runs. A newer torch has more
+# of these flags: 2.15 can be told to take FlashAttention 4. TF32 is left to `get_precision`: it never raises.
+_WORDS = re.compile(
+    r"_get_(?!.*tf32).*(enabled|allow|prefer|benchmark|deterministic|native_aot|carveout|immediate|depthwise)"
+)
+_flags: list[Callable[[], Any]] = [getattr(_c, name) for name in dir(_c) if _WORDS.match(name)]
 
 
 def _settings(device: torch.device) -> tuple:
