@@ -98,10 +98,10 @@ def compilers() -> list[Check]:
     pair = f"torch {torch.__version__} with triton {triton}"
     ran = [
         v
-        for v in support.VERIFIED
+        for v in support.verified()
         if _same_minor(v.torch, torch.__version__) and _same_minor(v.triton, triton)
     ]
-    on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v})" for v in support.VERIFIED)
+    on_cards = "; ".join(f"torch {v.torch} with triton {v.triton} ({v})" for v in support.verified())
     elsewhere = f"every route was run on a card with {on_cards}"
     if ran:
         checks = [

@@ -9,7 +9,7 @@ import torch
 
 from turnout.launch import start
 from turnout.measure.verify import Trial, truth
-from turnout.ops.attention import ATTENTION, like_queries, routes
+from turnout.ops.attention import ATTENTION, like_queries, valid_keys
 from turnout.ops.attention.launches import combine_launch, run_flash
 
 pytestmark = [
@@ -145,10 +145,12 @@ def test_kernel_continues_from_partial_results(lengths, step, apart, monkeypatch
         return like_queries(out.to(q.dtype), q), torch.logsumexp(scores, 3)
 
     seen = []
-    monkeypatch.setattr(routes, "with_sums", with_sums)
-    monkeypatch.setattr(routes, "take_turns", lambda jobs, device: [job() for job in jobs])
+    monkeypatch.setattr(valid_keys, "with_sums", with_sums)
+    monkeypatch.setattr(valid_keys, "take_turns", lambda jobs, device: [job() for job in jobs])
     q, k, v, *_ = call(33, 50, 24, False, False, False)
-    run = functools.partial(routes.common_keys, step=step, apart=apart, rows=16, keys=16, warps=4, stages=1)
+    run = functools.partial(
+        valid_keys.common_keys, step=step, apart=apart, rows=16, keys=16, warps=4, stages=1
+    )
     assert Trial(ATTENTION, (q, k, v, None, False, 0.2, None, lengths)).complaint("close", run) is None
     assert all(keys % step == 0 or keys < step for keys in seen)
 

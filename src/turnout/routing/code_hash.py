@@ -13,10 +13,11 @@ import ast
 import functools
 import hashlib
 import importlib.util
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from turnout.routing.forks import lock_across_forks
 
 FOLLOWED = "kernels"  # how the names of modules end whose definitions belong to a kernel
 
@@ -80,7 +81,7 @@ def _followed_imports(node: ast.stmt) -> Iterator[tuple[str, tuple[str, str]]]:
             yield alias.asname or alias.name, (node.module or "", alias.name)
 
 
-_lock = threading.Lock()
+_lock = lock_across_forks()
 _open: list[
     tuple[str, str]
 ] = []  # definitions that are being hashed: a recursive one is known by its place here

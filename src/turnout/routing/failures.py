@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 
 from turnout.routing import store, versions
 from turnout.routing.device import Device
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.row import Unreadable
 
 Kind = Literal["memory", "shared memory", "compilation"]
@@ -38,6 +38,7 @@ _NUMBAS_OWN = "NumbaError"  # what all errors of Numba's compiler are
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds until a route for which memory was missing is tried again
 _MOST_CALLS = 1024  # of which failures are remembered
+_lock = lock_across_forks()
 
 
 def kind_of(failure: BaseException) -> Kind | None:
@@ -95,7 +96,7 @@ class FailedRoutes:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._calls: dict[Hashable, dict[str, _Failure]] = {}
         self._announced: set[tuple[str, Kind | None]] = set()
-        self._lock, self.now = threading.Lock(), clock
+        self._lock, self.now = _lock, clock
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from turnout.routing.fallback import (
     differentiable_backward,
     tracing_state,
 )
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare, Prepared
 from turnout.routing.runtime_checks import with_runtime_checks
@@ -50,7 +50,7 @@ _MOST_CACHED = 4096  # calls, of all ops together
 _cached: collections.deque[tuple[dict, tuple]] = (
     collections.deque()
 )  # the oldest first: a dispatch cache and a key
-_cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
+_cache_lock = lock_across_forks()  # held to add to dispatch caches and to clear them, not to look up
 _clearings = 0  # how often they were cleared: what was chosen before is not added after
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much
@@ -118,9 +118,15 @@ class Route:
         """A hash of the kernels' source: what was measured with other kernels does not count."""
         return code_hash(*self.kernels)
 
+    @functools.cached_property
+    def defaults(self) -> Config:
+        """The configuration that its function takes where none is given."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
     def prepared(self, args: tuple, config: Config) -> Prepared:
         """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
-        prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
+        prepared = Prepared(self.run, {**self.defaults, **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
         prepared.call = call or prepared.call
         return prepared
@@ -150,8 +156,8 @@ class Op:
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes
     one from the arguments. `cost` estimates the reference in seconds; `work` counts what no route can avoid.
-    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. `arguments`
-    turns what a case makes into the reference's positional arguments.
+    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. What a case
+    makes are the reference's arguments, or those of the public function that says so (see `public`).
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product
     of the reference. `mutates` names the arguments a call writes into; see `writing` for what holds then. The
@@ -173,7 +179,6 @@ class Op:
         cost: Cost,
         work: Callable[[Any], Work],
         cases: str | Cases,
-        arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
@@ -187,7 +192,7 @@ class Op:
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self._cases = cases
         self.signature = inspect.signature(reference)
-        self._arguments = arguments
+        self.lowered_by: Callable[..., tuple] | None = None
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
@@ -276,8 +281,8 @@ class Op:
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
         """The reference's positional arguments of a case; `public.lower` has those of a public call."""
-        if self._arguments is not None:
-            return self._arguments(*args, **kwargs)
+        if self.lowered_by is not None:
+            return self.lowered_by(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
 
     @functools.cached_property

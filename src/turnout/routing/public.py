@@ -7,6 +7,7 @@ route.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -39,13 +40,16 @@ class Public(NamedTuple):
         return inspect.signature(self.function, eval_str=True)
 
 
-def public(*ops: Op) -> Callable[[F], F]:
+def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
     """Declare a public function and the ops it may call; each call of it makes one call of one of them.
 
-    The function stays as it is: nothing stands between it and its ops.
+    The function stays as it is: nothing stands between it and its ops. of_cases: what the first op's cases
+    make are arguments of this function, all of them by position.
     """
 
     def declare(function: F) -> F:
+        if of_cases:
+            ops[0].lowered_by = functools.partial(_lowered_case, function)
         PUBLIC[function.__name__] = Public(function, ops)
         settings.PINNED_TOGETHER[function.__name__] = tuple(op.name for op in ops)
         return function
@@ -87,9 +91,22 @@ def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lower
         return Lowered(public_or_op, public_or_op.signature.bind(*args, **kwargs).args)
     function = public_or_op.function
     bound = inspect.signature(function).bind(*args, **kwargs)  # names the missing argument
+    return _lowered(function, *bound.args, **bound.kwargs)
+
+
+def _lowered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lowered:
+    """Run a public function up to the point where its op would choose a route."""
     with settings.asking():
         try:
-            function(*bound.args, **bound.kwargs)
+            function(*args, **kwargs)
         except settings.Asked as stopped:
             return Lowered(*stopped.call)
     raise AssertionError(f"{function.__name__} returned without calling one of its ops")
+
+
+def _lowered_case(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple:
+    """The reference's arguments of a call whose arguments may all be given by position."""
+    names = tuple(inspect.signature(function).parameters)
+    if len(args) > len(names):
+        raise TypeError(f"{function.__name__} takes {len(names)} arguments, {len(args)} were given")
+    return _lowered(function, **dict(zip(names, args, strict=False)), **kwargs).args

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.names import not_known, one_of
 
 LEVELS = ("exact", "close", "lossy")
@@ -63,7 +63,7 @@ PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions, a
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
 _known: dict[tuple, Settings] = {}
 _MOST_KNOWN = 1024
-_lock = threading.Lock()
+_lock = lock_across_forks()
 
 
 def current() -> Settings:
