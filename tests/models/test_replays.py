@@ -699,7 +699,7 @@ class Small(torch.nn.Module):
 def small(device, monkeypatch):
     """Makes a known model out of a function of it, x and scale."""
     monkeypatch.setattr(
-        sys.modules["turnout.models.accelerate"], "GRAPHED", {f"{Small.__module__}.{Small.__qualname__}"}
+        sys.modules["turnout.models.accelerate"], "WHOLE", {f"{Small.__module__}.{Small.__qualname__}"}
     )
 
     def make(body):
