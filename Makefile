@@ -110,7 +110,7 @@ card:
 	$(CARD) --step $(STEP) --budget $(BUDGET) --processes $(PROCESSES) $(if $(AGAIN),--again)
 
 card-summary:
-	$(CARD) --summary
+	$(CARD) --summary $(if $(CODE),--commit $(CODE)) $(if $(NAME),--card $(NAME))
 
 # What the steps import beside torch and Triton, as plain Python, for a card without a network: copy the folder.
 card-packages:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -223,12 +224,19 @@ def measure(settings: Settings, again: bool = False) -> int:
     return len(all_steps) - done
 
 
-def show(settings: Settings) -> list[targets.Result]:
-    """Print what became of every target."""
-    from turnout.bench.sweep import commit, rows_of_this_code
+def show(folder: Path, code: str | None = None) -> list[targets.Result]:
+    """Print what became of every target, by the rows that were measured with this state of the code (default:
+    as it is).
+    """
+    from turnout.bench.sweep import commit
 
-    device = _device(settings.device)
-    results = targets.summary(settings.folder, lambda path: rows_of_this_code(path, device))
+    code = code or commit()
+
+    def rows(path: Path) -> list[dict[str, Any]]:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if row.get("commit") == code]
+
+    results = targets.summary(folder, rows)
     for state in (targets.MISSED, targets.UNKNOWN, targets.REACHED):
         for result in results:
             if result.state == state:
@@ -237,7 +245,7 @@ def show(settings: Settings) -> list[targets.Result]:
         f"{sum(result.state == state for result in results)} {state}"
         for state in (targets.REACHED, targets.MISSED, targets.UNKNOWN)
     )
-    print(f"targets: {counts}; code {commit()}")
+    print(f"targets: {counts}; code {code}")
     return results
 
 
@@ -260,6 +268,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true", help="try steps that failed once more")
     parser.add_argument("--list", action="store_true", help="print the steps, and end")
     parser.add_argument("--summary", action="store_true", help="print what became of targets, and end")
+    parser.add_argument("--card", help="with --summary: by name, h200 say, where it is not here")
+    parser.add_argument("--commit", help="with --summary: of rows of that code")
     given = parser.parse_args(words)
     settings = Settings(
         given.out.resolve(), given.device, given.step, given.budget, given.processes, given.size
@@ -269,7 +279,10 @@ def main(words: Sequence[str]) -> int:
             print(f"{step.name:40} python {' '.join(step.words)}")
         return 0
     if given.summary:
-        show(settings)
+        from turnout.routing.device import Device
+
+        folder = settings.folder if given.card is None else settings.out / Device.named(given.card).slug
+        show(folder, given.commit)
         return 0
     if missing := missing_packages():
         for reason in missing:
@@ -287,7 +300,7 @@ def main(words: Sequence[str]) -> int:
         print("error: nobody knows which code this is; set TURNOUT_COMMIT to the name of its commit")
         return 2
     left = measure(settings, given.again)
-    show(settings)
+    show(settings.folder)
     return int(left > 0)
 
 

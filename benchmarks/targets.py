@@ -125,6 +125,6 @@ def _of(row: dict[str, Any]) -> str:
     return " ".join(str(row[key]) for key in ("model", "what", "op", "case", "dtype") if key in row)
 
 
-def summary(folder: Path, of_this_code: Callable[[Path], list[dict[str, Any]]]) -> list[Result]:
+def summary(folder: Path, rows_of: Callable[[Path], list[dict[str, Any]]]) -> list[Result]:
     """What became of each target, by the results of one device."""
-    return [judge(target, of_this_code(folder / f"{target['file']}.jsonl")) for target in load()]
+    return [judge(target, rows_of(folder / f"{target['file']}.jsonl")) for target in load()]

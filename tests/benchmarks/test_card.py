@@ -91,6 +91,20 @@ def test_rows_of_other_code_do_not_count(settings, monkeypatch):
     assert card.measure(settings) == 1
 
 
+def test_summary_is_of_rows_of_one_state_of_the_code(settings, capsys):
+    lane = {"ms": 20.0}
+    row = {"model": "flux", "size": "full", "dtype": "bfloat16", "lanes": {"graph": lane}, "commit": "old"}
+    folder = settings.out / "nvidia-h200"
+    folder.mkdir(parents=True)
+    (folder / "race.jsonl").write_text(json.dumps(row) + "\n")
+    for code, state in (("old", targets.REACHED), ("abc", targets.UNKNOWN)):
+        words = ["--summary", "--card", "h200", "--commit", code, "--out", str(settings.out)]
+        assert card.main(words) == 0
+        said = capsys.readouterr().out
+        assert f"{state:12} Flux transformer, with graphs: at most 24.5 ms" in said
+        assert f"code {code}" in said
+
+
 def test_every_race_is_a_step_and_every_target_has_its_step(settings):
     steps = list(card.steps(settings._replace(size="full")))
     assert len({step.name for step in steps}) == len(steps)
@@ -160,7 +174,7 @@ def test_steps_run_on_a_cpu_in_small(settings, monkeypatch):
     row = json.loads((settings.folder / "first-call.jsonl").read_text())
     assert (row["model"], row["compilations"], row["warmed_s"]) == ("flux-vae", 0, None)
     assert row["cold_s"] > 0
-    results = {result.name: result.state for result in card.show(settings)}
+    results = {result.name: result.state for result in card.show(settings.folder)}
     assert results["Flux VAE on 2 ranks: the bits of one"] == targets.REACHED
     assert results["Wan 2.1 VAE decode"] == targets.UNKNOWN
 
