@@ -71,8 +71,8 @@ def case(
             cos, sin = angles((*where, turning // 2), table, pairing, device, generator)
         return (*streams, *weights, cos, sin, 1e-6, norm, turning, pairing, out_layout, round_before_weight)
 
-    what = "x".join(map(str, (batch, "+".join(map(str, tokens)), *heads[:1], dim)))
-    return Case(f"{name} {what}", source, dtype, make)
+    sizes = "x".join(map(str, (batch, "+".join(map(str, tokens)), *heads[:1], dim)))
+    return Case(f"{name} {sizes}", source, dtype, make)
 
 
 FLUX, WAN, QWEN, LTX = "Flux, black-forest-labs", "Wan2.1, Wan-AI", "Qwen-Image", "LTX-Video"
@@ -142,7 +142,7 @@ def eager(
     round_before_weight: bool,
 ) -> list[Tensor]:
     """What diffusers does, step by step."""
-    found = []
+    outputs = []
     for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
         if x is None:
             continue
@@ -150,8 +150,8 @@ def eager(
         if x2 is not None:
             y = torch.cat([y, normed(x2, weight2, eps, norm, round_before_weight)], 1)
         y = rotated(y, cos, sin, rotary, pairing)
-        found.append(y.transpose(1, 2).contiguous() if out_layout == "bhsd" else y.contiguous())
-    return found
+        outputs.append(y.transpose(1, 2).contiguous() if out_layout == "bhsd" else y.contiguous())
+    return outputs
 
 
 PEERS = {"diffusers": eager, "torch.compile": compiled(eager)}

@@ -25,7 +25,7 @@ from turnout.ops.convolution.gpu.packing import phase_filters
 from turnout.ops.convolution.gpu.routes import declare
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
-from turnout.ops.convolution.methods import in_channels_last, in_float32
+from turnout.ops.convolution.methods import Window, in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import IN_TORCH, finished
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
@@ -136,7 +136,7 @@ def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 def with_channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
 ) -> Tensor:
-    y = in_channels_last(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    y = in_channels_last(upsampled(input, scale), weight, bias, Window([1, 1], padding, [1, 1]))
     return finished(y, None, plain_format(input, weight))
 
 
@@ -154,7 +154,7 @@ def upcast_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 def with_float32(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
 ) -> Tensor:
-    y = in_float32(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    y = in_float32(upsampled(input, scale), weight, bias, Window([1, 1], padding, [1, 1]))
     return finished(y, None, plain_format(input, weight))
 
 
