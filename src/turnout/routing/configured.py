@@ -10,8 +10,8 @@ Result = TypeVar("Result")
 
 
 def configured(function: Callable[..., Result], defaults: Mapping[str, Any]) -> Callable[..., Result]:
-    """A route's function: `function`, which takes `**config`, with these names and defaults as its
-    configuration.
+    """A route's function: `function`, which takes configuration by keyword (`**config`), with these names and
+    defaults.
 
     >>> def scale(x: int, **config: int) -> int:
     ...     return x * config["by"]
@@ -26,7 +26,7 @@ def configured(function: Callable[..., Result], defaults: Mapping[str, Any]) -> 
         return function(*args, **{**defaults, **config})
 
     signature = inspect.signature(function)
-    shared = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shared = [p for p in signature.parameters.values() if p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD)]
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=n) for name, n in defaults.items()]
     # Read by `inspect.signature`, which is how an op learns what a route takes.
     route.__signature__ = signature.replace(parameters=[*shared, *own])  # pyright: ignore[reportFunctionMemberAccess]
