@@ -313,11 +313,11 @@ class Split:
         outputs, halo = ((rows - reach - 1) // stride + 1 if is_padded else None), self.halos.get(x)
         if outputs is not None and halo is not None:  # whose last rows a stride may leave out
             own = rows - halo.before - halo.after
-            if outputs * stride != own:
+            whole_rows = exchange.global_size(own) + halo.before + halo.after
+            if exchange.global_size(outputs) != (whole_rows - reach - 1) // stride + 1:
                 raise ValueError(
                     f"a convolution of {own} rows or columns with stride {stride}, which gives {outputs}"
                 )
-            whole_rows = exchange.global_size(own) + halo.before + halo.after
         elif outputs is not None:
             whole_rows = exchange.global_size(outputs) * stride + reach + 1 - stride
             if (outputs - 1) * stride + reach + 1 != rows:
@@ -457,7 +457,8 @@ class Split:
         kind = (op.name, norm.problem)
         if not norm.in_blocks:
             self.runs_whole[kind] = True
-        return kind, Way(norm.part, norm.whole, True)
+        written = norm.names.index("out") if op.mutates else None
+        return kind, Way(norm.part, norm.whole, True, written, (norm.route,))
 
     def _chosen(self, op: Op, key: Any, chosen: str | None) -> Chosen:
         verdict = None if chosen is not None else op.verdict(key)
