@@ -5,7 +5,7 @@ STAMP := .venv/.made
 TRITONS := 3.6.0 3.8.0 3.9.0 # besides the one that `make setup` installs
 WITH_TRITON := tests/crosscompile tests/launch
 
-.PHONY: setup docs demo test test-latest parallel-test fault-test fuzz compile-all lint gpu-test race clean
+.PHONY: setup docs demo test test-latest parallel-test fault-test fuzz compile-all lint gpu-test race card card-summary card-packages clean
 
 setup: $(STAMP)
 
@@ -84,6 +84,11 @@ docs: setup
 	$(RUN) -m benchmarks.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
+# What a card's own Python may lack: pure Python, found behind what is installed there.
+PACKAGES_FOLDER := .card-packages
+CARD_PACKAGES := diffusers peft pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments rich \
+	typer click shellingham markdown-it-py mdurl platformdirs
+
 # On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15
 gpu-test:
@@ -97,5 +102,22 @@ RESULTS ?= benchmarks/results
 race:
 	PYTHONPATH=src $(PYTHON) -m turnout race $(MODELS) --budget $(BUDGET) --rounds 4 --seconds 4 --missing --out $(RESULTS)
 
+# Everything that is measured on a card, in steps of at most STEP seconds, what decides most first, until BUDGET is
+# spent. Run it again to go on: what this code has a row of is left out. At the end: which targets are reached.
+STEP ?= 540
+CARD := PYTHONPATH=src:.:$(PACKAGES_FOLDER) $(PYTHON) -m benchmarks.card --out $(RESULTS)
+card:
+	$(CARD) --step $(STEP) --budget $(BUDGET) --processes $(PROCESSES) $(if $(AGAIN),--again)
+
+card-summary:
+	$(CARD) --summary
+
+# What the steps import beside torch and Triton, as plain Python, for a card without a network: copy the folder.
+card-packages:
+	rm -rf $(PACKAGES_FOLDER)
+	$(PYTHON) -m pip install -q --no-deps --no-compile -c constraints.txt --target $(PACKAGES_FOLDER) \
+	$(CARD_PACKAGES)
+	rm -rf $(PACKAGES_FOLDER)/bin $(PACKAGES_FOLDER)/*/tests
+
 clean:
-	rm -rf .venv .tritons .latest dist build demo
+	rm -rf .venv .tritons .latest .card-packages dist build demo

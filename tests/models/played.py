@@ -21,7 +21,7 @@ class Rerun:
         self.device = device
 
     @staticmethod
-    def is_capturing():
+    def is_capturing(device):
         return False
 
     def run_beside(self, run):
@@ -108,40 +108,3 @@ def play_graphs(monkeypatch, engine=Rerun):
     count = types.SimpleNamespace(captures=0, replays=0)
     monkeypatch.setitem(graphs.ENGINES, "cpu", type(engine.__name__, (engine,), {"count": count}))
     return count
-
-
-def pretend_cuda(monkeypatch):
-    """Let `CudaEngine` itself run on a CPU, with streams that are nothing but objects; `allocator` is what
-    the allocator was told."""
-    cuda = types.SimpleNamespace(allocator=[], current=None)
-
-    def stream():
-        return types.SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
-
-    def set_stream(stream):
-        cuda.current = stream
-
-    @contextlib.contextmanager
-    def on(stream):
-        before = cuda.current
-        set_stream(stream)
-        try:
-            yield
-        finally:
-            set_stream(before)
-
-    cuda.current = stream()
-    for name, value in {
-        "device": contextlib.nullcontext,
-        "Stream": stream,
-        "current_stream": lambda *unused: cuda.current,
-        "stream": on,
-        "set_stream": set_stream,
-        "CUDAGraph": types.SimpleNamespace,
-        "graph_pool_handle": lambda: (0, 1),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    for name, word in (("endAllocateToPool", "ended"), ("releasePool", "released")):
-        monkeypatch.setattr(torch._C, f"_cuda_{name}", lambda *unused, word=word: cuda.allocator.append(word))
-    monkeypatch.setitem(graphs.ENGINES, "cpu", graphs.CudaEngine)
-    return cuda

@@ -1,25 +1,34 @@
 """What the router adds to a call: microseconds in eager mode, and under torch.compile; on a GPU what the host
-takes to launch, too.
+takes for each call of the ops that a host may keep waiting.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from turnout import ops
-from turnout.measure.timer import host_us
-from turnout.routing.op import OPS
+from turnout.bench.sweep import commit, timed, versions
+from turnout.measure.machine import machine, now
+from turnout.measure.timer import host_us, host_us_of_a_call, time_call
+from turnout.routing.case import Case
+from turnout.routing.device import Device
+from turnout.routing.op import OPS, Op
 
 _CALLS, _ROUNDS = 1000, 25
-_LAUNCHES = 200  # in a row: fewer than a card queues
-_SMALL = {  # calls which take a card less time than its host takes to launch them
-    "norm_rope": "text 1x512x24x128 bfloat16",
-    "conv2d": "128x128 16->512 3x3 channels-last bfloat16",
-    "causal_conv1d_update": "step 1x5120 state 4 bfloat16",
+_ROUNDS_OF_A_CASE = 9
+FILE = "router.jsonl"
+KEY = ("op", "case", "dtype")  # of rows that replace each other
+# Ops of which a model makes so many calls that the host's part of each is felt.
+KINDS = {
+    "norm": ("rms_norm_silu", "group_norm_silu", "layer_norm_modulate", "gated_add"),
+    "rotation": ("norm_rope",),
+    "update": ("causal_conv1d_update", "selective_scan_update"),
+    "convolution": ("conv2d", "conv3d", "causal_conv3d", "upsample_conv2d"),
 }
 
 
@@ -37,34 +46,68 @@ def measure_router() -> dict[str, dict[str, float]]:
         "matmul": _compare(torch.matmul, ops.matmul, x, y),
         "dot, gradients wanted": _compare(torch.dot, ops.dot, p, q),
         "dot, torch.compile": _compare(*compiled, a, b),
-    } | (_launches(torch.device("cuda")) if torch.cuda.is_available() else {})
+    }
 
 
-@torch.no_grad()
-def _launches(device: torch.device) -> dict[str, dict[str, float]]:
-    """What the host takes for small calls on a GPU: those of the reference in plain PyTorch, and the routed
-    ones.
-    """
-    found = {}
-    for name, wanted in _SMALL.items():
-        op = OPS[name]
-        case = next(case for case in op.cases() if str(case) == wanted)
-        args = op.arguments(*case.make(device, 0))
-        found[f"{name} {wanted}, host"] = _compare(op.reference, op.call, *args, calls=_LAUNCHES)
-    return found
-
-
-def _compare(
-    theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any, calls: int = _CALLS
-) -> dict[str, float]:
+def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any) -> dict[str, float]:
     device = args[0].device
     pairs = (
-        (host_us(theirs, args, calls, device), host_us(ours, args, calls, device)) for _ in range(_ROUNDS + 2)
+        (host_us(theirs, args, _CALLS, device), host_us(ours, args, _CALLS, device))
+        for _ in range(_ROUNDS + 2)
     )
-    samples = list(pairs)[2:]
+    return _summary(list(pairs)[2:])
+
+
+def _summary(samples: list[tuple[float, float]]) -> dict[str, float]:
     added = statistics.median(mine - their for their, mine in samples)
     return {
         "torch_us": round(statistics.median(s[0] for s in samples), 3),
         "turnout_us": round(statistics.median(s[1] for s in samples), 3),
         "added_us": round(added, 3),
     }
+
+
+def cases_of(device: torch.device, only: str = "") -> Iterator[tuple[str, Op, Case]]:
+    """The kind, the op and the case of every call whose host time is worth knowing on a device."""
+    for kind, names in KINDS.items():
+        for op in map(OPS.__getitem__, names):
+            named = [case for case in timed(op, device) if only in str(case)]
+            yield from ((kind, op, case) for case in named)
+
+
+@torch.no_grad()
+def measure_hosts(
+    device: torch.device, only: str = "", done: Collection[tuple] = ()
+) -> Iterator[dict[str, Any]]:
+    """A row for each call: microseconds that the host takes for the reference in plain PyTorch, and for the
+    routed call, which wait for nothing.
+
+    done: op, case and dtype of rows that are to be left out.
+    """
+    for kind, op, case in cases_of(device, only):
+        dtype = str(case.dtype).removeprefix("torch.")
+        if (op.name, case.name, dtype) in done:
+            continue
+        args = op.arguments(*case.make(device, 0))
+        both = (op.reference, op.call)
+        [run(*args) for run in both for _ in range(2)]  # compiles, chooses, and then launches as ever
+        device_us = [1e3 * time_call(functools.partial(run, *args), device).ms for run in both]
+        samples = []
+        for _ in range(_ROUNDS_OF_A_CASE):
+            theirs, ours = (
+                host_us_of_a_call(run, args, us, device) for run, us in zip(both, device_us, strict=True)
+            )
+            samples.append((theirs, ours))
+        yield {
+            "op": op.name,
+            "case": case.name,
+            "dtype": dtype,
+            "kind": kind,
+            "chosen": op.verdict(op.key(args)).chosen,
+            **_summary(samples),
+            "device": Device.of(device).name,
+            "machine": machine(device),
+            "versions": versions(device.type),
+            "date": now(),
+            "commit": commit(),
+        }

@@ -26,7 +26,7 @@ from turnout.routing.device import Device
 from turnout.routing.op import Op
 from turnout.routing.row import Row
 from turnout.routing.table import Tables
-from turnout.routing.versions import for_device, minor
+from turnout.routing.versions import for_device, minor, triton
 
 _HOME = Path(__file__).parents[3]  # of a checkout
 
@@ -222,15 +222,36 @@ def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
     part.replace(path)
 
 
+def rows_of_this_code(path: Path, device: torch.device) -> list[dict[str, Any]]:
+    """The rows of a file that were measured with the code as it is, and with the Triton that is here."""
+    if not path.exists() or commit() is None:
+        return []
+    mine = minor(triton()) if device.type == "cuda" else None
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        row
+        for row in rows
+        if row.get("commit") == commit() and minor(row.get("versions", {}).get("triton")) == mine
+    ]
+
+
 @functools.cache
 def commit() -> str | None:
     """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or
-    git's name for it, with a plus where files have changed since. None for an installed package."""
+    git's name for it, with a plus where files have changed since, results aside. None for an installed
+    package.
+    """
     named = os.environ.get("TURNOUT_COMMIT")
     if named or not (_HOME / ".git").exists():
         return named
-    command = ["git", "-C", str(_HOME), "describe", "--always", "--match=", "--dirty=+", "--abbrev=7"]
+    changes = ("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)benchmarks/results")
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        name, changed = _git("describe", "--always", "--match=", "--abbrev=7"), _git(*changes)
     except (OSError, subprocess.CalledProcessError):
         return None
+    return name + ("+" if changed else "")
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(_HOME), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -52,7 +52,6 @@ def bench(
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """
     from turnout.bench import roofline as picture
-    from turnout.bench.router import measure_router
     from turnout.bench.writable import check_file, check_folder
     from turnout.routing.names import device_here
     from turnout.routing.op import OPS
@@ -61,7 +60,7 @@ def bench(
     if export is not None and not tuned:
         raise ValueError("--export writes what --tune measures; give both")
     if ops == ["router"]:
-        return _show_router(measure_router(), json)
+        return _router(device, only, missing, out, json)
     if ops == ["refit"]:
         return _refit(device, results, write, json)
     if write:
@@ -158,16 +157,44 @@ def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
     return errors.print(f"{len(rows)} cases that no table of {device.name} has with the code as it is")
 
 
-def _show_router(calls: dict[str, dict[str, float]], json: bool) -> None:
-    from turnout.bench import report
+def _router(name: str | None, only: str, missing: bool, out: Path | None, json: bool) -> None:
+    """Show what routing adds to a call, and on a GPU what the host takes for each call of some ops; rows of
+    these go to router.jsonl of --out.
+    """
+    from turnout.bench import report, router
+    from turnout.bench.sweep import keep_row, rows_of_this_code
+    from turnout.bench.writable import check_folder
+    from turnout.routing.device import Device
+    from turnout.routing.names import device_here
 
+    here = device_here(name)
+    if missing and out is None:
+        raise ValueError("bench router --missing needs --out, the folder whose rows are asked")
+    if out is not None:
+        check_folder("--out", out)
+    path = None if out is None else out / Device.of(here).slug / router.FILE
+    calls = {} if missing or only else router.measure_router()
+    rows = []
+    if here.type == "cuda":
+        kept = rows_of_this_code(path, here) if missing and path is not None else []
+        done = {tuple(row[field] for field in router.KEY) for row in kept}
+        for row in router.measure_hosts(here, only, done):
+            rows.append(row)
+            if path is not None:
+                keep_row(row, path, *router.KEY)
+    calls |= {
+        f"{row['op']} {row['case']} {row['dtype']}, host": {
+            key: row[key] for key in ("torch_us", "turnout_us", "added_us")
+        }
+        for row in rows
+    }
     if json:
         return print_json(calls)
     table = report.table(
         "call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call"
     )
-    for name, row in calls.items():
-        table.add_row(name, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
+    for call, row in calls.items():
+        table.add_row(call, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
     return console.print(table)
 
 

@@ -69,6 +69,14 @@ def race(
     links: Annotated[
         Path | None, typer.Option(help="Latencies for --engine fake: a JSON object of bytes to microseconds.")
     ] = None,
+    first_call: Annotated[
+        bool,
+        typer.Option(
+            "--first-call",
+            help="How long the first call takes, in a new process without compiled kernels, in another size, "
+            "and after turnout warm. A row goes to first-call.jsonl of --out.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes
@@ -93,8 +101,12 @@ def race(
         raise ValueError(f"no model was named; give some of these, or all: {', '.join(RACERS)}")
     here = device_here(device)
     names = list(RACERS) if "all" in models else models
+    if missing and out is None:
+        raise ValueError("--missing needs --out, the folder whose rows are asked")
     if ranks:
-        return _race_ranks(names, size, dtype, here, ranks, engine, links, rounds, out, json)
+        return _race_ranks(names, size, dtype, here, ranks, engine, links, rounds, out, missing, json)
+    if first_call:
+        return _first_calls(names, size, dtype, here, out, missing, json)
     for option, path in (("--report", report), ("--trace", trace)):
         if path is not None and len(names) > 1:
             raise ValueError(
@@ -102,8 +114,6 @@ def race(
             )
     if trace is not None and not profile:
         raise ValueError("--trace has what the profiler saw; leave --no-profile out")
-    if missing and out is None:
-        raise ValueError("--missing needs --out, the folder whose rows are asked")
     if report is not None:
         page.load()
     entries = many.entries(names, size, dtype, here, weights)
@@ -148,32 +158,88 @@ def _race_ranks(
     links: Path | None,
     rounds: int,
     out: Path | None,
+    missing: bool,
     json: bool,
 ) -> None:
     """Each model on several ranks of one device."""
-    import json as json_text
-
-    from turnout.bench.writable import check_folder
     from turnout.race.ranks import in_words, race_ranks, read_links
-    from turnout.routing.device import Device
 
-    if out is not None:
-        check_folder("--out", out)
-    table, failed = read_links(links), False
+    table = read_links(links)
+    kept = _Kept(out, device, "ranks.jsonl", ("model", "size", "dtype", "ranks", "engine"), missing)
+    others = {"ranks": ranks, "engine": engine}
     for name in names:
+        if kept.has(name, size, dtype, **others):
+            continue
         row = race_ranks(name, size, dtype, device, ranks, engine, table, rounds)
-        failed |= row.get("same_bits") is False
+        kept.show(row, in_words(row), json, wrong=row.get("same_bits") is False)
+    kept.end()
+
+
+def _first_calls(
+    names: list[str], size: str, dtype: str | None, device: Any, out: Path | None, missing: bool, json: bool
+) -> None:
+    """The first call of each model."""
+    from turnout.race import first_call
+
+    kept = _Kept(out, device, first_call.FILE, first_call.KEY, missing)
+    with errors.status("") as status:
+        for name in names:
+            if kept.has(name, size, dtype):
+                continue
+            row = first_call.measure(
+                name,
+                size,
+                dtype,
+                device,
+                lambda step, name=name: status.update(Text(f"{name}: {step}")),
+            )
+            kept.show(row, first_call.in_words(row), json)
+
+
+class _Kept:
+    """Where rows of one kind go: shown, and written as soon as they are there. key: the fields of rows that
+    replace each other.
+    """
+
+    def __init__(self, out: Path | None, device: Any, file: str, key: tuple[str, ...], missing: bool):
+        from turnout.bench.sweep import rows_of_this_code
+        from turnout.bench.writable import check_folder
+        from turnout.routing.device import Device
+
+        if out is not None:
+            check_folder("--out", out)
+        self.device, self.key, self.failed = device, key, False
+        self.path = None if out is None else out / Device.of(device).slug / file
+        self.rows = rows_of_this_code(self.path, device) if missing and self.path is not None else []
+
+    def has(self, name: str, size: str, dtype: str | None, **others: Any) -> bool:
+        """Whether there is a row of this code already, which is to be left."""
+        from turnout.race.models import racer_named, size_named
+
+        wanted = {
+            "model": name,
+            "size": size_named(name, size, self.device),
+            "dtype": dtype or racer_named(name).default_dtype(self.device),
+            **others,
+        }
+        return any(all(row.get(field) == value for field, value in wanted.items()) for row in self.rows)
+
+    def show(self, row: dict[str, Any], said: str, json: bool, *, wrong: bool = False) -> None:
+        """Print a row and write it."""
+        from turnout.bench.sweep import keep_row
+
+        self.failed |= wrong
         if json:
             print_json(row)
         else:
-            console.print(Text(in_words(row)))
-        if out is not None:
-            path = out / Device.of(device).slug / "ranks.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                file.write(json_text.dumps(row) + "\n")
-    if failed:
-        raise typer.Exit(1)
+            console.print(Text(said))
+        if self.path is not None:
+            keep_row(row, self.path, *self.key)
+
+    def end(self) -> None:
+        """Exit code 1 where a row was wrong."""
+        if self.failed:
+            raise typer.Exit(1)
 
 
 def _progress(status: Any, *, steps: bool) -> Any:

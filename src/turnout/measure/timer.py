@@ -145,7 +145,7 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
                 torch.cuda.synchronize()
                 samples[name].append(1e3 * start.elapsed_time(stop))
                 if i % 3 == 0 or samples[name][-1] < _SHORT:
-                    host[name].append(_host_time(run, args, samples[name][-1]))
+                    host[name].append(host_us_of_a_call(run, args, samples[name][-1], device))
             if i >= 2 and time.perf_counter() > end:
                 break
     hosts = _steadied({name: times for name, times in host.items() if len(times) == len(samples[name])})
@@ -174,16 +174,19 @@ def _passes(host_us: Sequence[float], pass_us: float) -> int:
     return max(_BUSY, int(1.5 * min(host_us, default=0.0) / max(pass_us, 1.0)) + 1)
 
 
-def _host_time(run: Callable[..., Any], args: tuple, device_us: float) -> float:
+def host_us_of_a_call(run: Callable[..., Any], args: tuple, device_us: float, device: torch.device) -> float:
     """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold
-    caches. Few of a call that keeps
-    the card for long: the host does not set its time, and all of them are waited for."""
+    caches.
+
+    device_us: about how long the device takes. Few of a call that keeps it for long: the host does not set
+    its time, and all of them are waited for.
+    """
     spent = []
     for _ in range(max(3, min(_HOST_CALLS, int(10e3 / max(device_us, 1.0))))):
         before = time.perf_counter()
         run(*args)
         spent.append(time.perf_counter() - before)
-    torch.cuda.synchronize()
+    _synchronize(device)
     return 1e6 * statistics.median(spent)
 
 

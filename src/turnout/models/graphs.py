@@ -7,7 +7,10 @@ whole models are in `replays.py`.
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +24,9 @@ from turnout.routing.fallback import values_hidden
 Step = Callable[[Tensor, list], Tensor]
 
 _ONE_CAPTURE = threading.Lock()  # torch allows one at a time in a process
+# Captures that did not end: torch's allocator of pinned memory still asks them, by their address, whether
+# memory is theirs (torch 2.13), so they are not freed.
+_abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 class Captured(NamedTuple):
@@ -39,18 +45,24 @@ class CudaEngine:
 
     def __init__(self, device: torch.device):
         self.device = device
-        with torch.cuda.device(device):
-            self._pool, self._beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._beside = _stream_beside(device)
+        with torch.cuda.device(device), torch.inference_mode(False):
+            self._written = torch.zeros(1, device=device)  # by a capture that does nothing else
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # captured in this pool
+        self._pool: Any = None
+        self._capturing = self._beside
         self._last: torch.cuda.Event | None = None
 
     @staticmethod
-    def is_capturing() -> bool:
+    def is_capturing(device: torch.device) -> bool:
         """Whether somebody captures already: what runs now becomes a part of that."""
-        return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def run_beside(self, run: Callable[[], Any]) -> Any:
-        """Run on the stream that captures: it compiles, chooses routes and makes workspaces, which a capture
-        must not."""
+        """Run on a stream beside the caller's: it compiles, chooses routes and makes workspaces, which a
+        capture must not.
+        """
         with torch.cuda.device(self.device):
             before = torch.cuda.current_stream()
             try:
@@ -62,15 +74,16 @@ class CudaEngine:
 
     def capture(self, run: Callable[[], Any]) -> Captured:
         """Capture a run that `run_beside` has seen. A failure leaves no capture behind, and the current
-        stream
-        as it was: the run can be made again, and so can others on the same device."""
-        with torch.cuda.device(self.device), _ONE_CAPTURE:
+        stream as it was: the run can be made again, and so can others on the same device.
+        """
+        with torch.cuda.device(self.device), _ONE_CAPTURE, _no_garbage_collection():
             before, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
             cause = None
+            self._take_pool()
             try:
                 # Other threads go on: what they do is not captured, and does not end this capture.
                 with (
-                    torch.cuda.graph(graph, self._pool, self._beside, capture_error_mode="thread_local"),
+                    torch.cuda.graph(graph, self._pool, self._capturing, capture_error_mode="thread_local"),
                     values_hidden(),
                 ):
                     try:
@@ -78,6 +91,7 @@ class CudaEngine:
                     except BaseException as failure:
                         cause = failure  # a broken capture raises once more when it ends
                         raise
+                self._graphs.add(graph)
                 return Captured(outputs, graph.replay)
             except BaseException as failure:
                 self._abandon(graph, before)
@@ -108,13 +122,27 @@ class CudaEngine:
         if self._last is not None:
             self._last.synchronize()
 
+    def _take_pool(self) -> None:
+        """A new pool where nothing is left that was captured in the old one, and a stream for it.
+
+        torch's allocator refuses a pool whose last graph is gone, while anything is still allocated in it.
+        The stream is not the one of `run_beside`, on which cuBLAS already has a workspace: a graph would read
+        and write that one, and whoever clears cuBLAS's workspaces (torch.compile does, for its own graphs)
+        would free it. On a stream of its own the workspace is allocated in the pool, which lives as long as
+        the graphs.
+        """
+        if self._pool is None or not self._graphs:
+            self._pool, self._capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
     def _abandon(self, graph: torch.cuda.CUDAGraph, before: torch.cuda.Stream) -> None:
         """End a capture that is still open, and go back to the stream of the caller.
 
         `torch.cuda.graph` does neither where an interrupt comes as it is entered, and stays on its own stream
-        where the end of the capture fails; the allocator then goes on as if it were open (torch 2.13).
+        where the end of the capture fails; the allocators and the generator of random numbers then go on as
+        if it were open (torch 2.11 to 2.13). The allocator of pinned memory cannot be told, and would refuse
+        the pool.
         """
-        torch.cuda.set_stream(self._beside)
+        torch.cuda.set_stream(self._capturing)
         if torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):  # says that what was captured is of no use
                 graph.capture_end()
@@ -125,13 +153,51 @@ class CudaEngine:
             with contextlib.suppress(RuntimeError):  # says that it has ended, as it should have
                 end(self.device.index, self._pool)
                 release(self.device.index, self._pool)
+        try:
+            graph.pool()
+        except RuntimeError:  # it has not ended
+            _abandoned.append(graph)
+        self._pool = None
+        with contextlib.suppress(RuntimeError):
+            self._capture_next_to_nothing()
         self._return_to(before)
+
+    def _capture_next_to_nothing(self) -> None:
+        """A capture that ends well tells the generator of random numbers that none is under way."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            self._written.zero_()
+        finally:
+            graph.capture_end()
 
     def _return_to(self, before: torch.cuda.Stream) -> None:
         torch.cuda.set_stream(before)
-        before.wait_stream(
-            self._beside
-        )  # what was run there is freed now, and others may write to its memory
+        # what was run there is freed now, and others may write to its memory
+        before.wait_stream(self._beside)
+
+
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all engines of a device: cuBLAS keeps a workspace for each stream it has been used on, 32 MiB
+    on an H200.
+    """
+    with torch.cuda.device(device):
+        return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """What it frees may be a kernel's code or another graph, and the driver must not be asked for that during
+    a capture.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # By the type of a device, what captures there.

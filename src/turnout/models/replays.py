@@ -507,7 +507,7 @@ class Replays:
         device = next((each for each in devices if each.type in graphs.ENGINES), None)
         if device is None:
             raise Refused(f"{' and '.join(map(str, devices))}: CUDA graphs need a CUDA device")
-        if graphs.ENGINES[device.type].is_capturing():
+        if graphs.ENGINES[device.type].is_capturing(device):
             raise Refused("a capture of the caller's is under way")
         if torch.is_grad_enabled():
             wanted = any(x.requires_grad for x in tensors) or any(x.requires_grad for x in model.parameters())

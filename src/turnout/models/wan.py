@@ -8,10 +8,12 @@ entry by entry, so its tiling and slicing keep working; only a stream of large f
 from __future__ import annotations
 
 import collections
-import functools
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,9 @@ from turnout.routing.fallback import autocasts
 from turnout.routing.settings import splitting
 
 PIECE = 2  # frames, as many as a convolution of depth 3 keeps
+_BLOCKS = (
+    "WanMidBlock", "WanUpBlock", "WanResidualUpBlock", "QwenImageMidBlock", "QwenImageUpBlock",
+)  # fmt: skip
 _CONVS, _NORMS = ("WanCausalConv3d", "QwenImageCausalConv3d"), ("WanRMS_norm", "QwenImageRMS_norm")
 START = "Rep"  # the stock model's mark: the first frame has passed, the next ones are doubled in time
 
@@ -93,7 +98,7 @@ class CausalConv(Adapter):
         return ops.conv3d(whole, self.weight, self.bias, self.stride)
 
 
-@functools.lru_cache(1024)
+@lru_cache(1024)
 def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
     """Shape and strides that concatenation and padding would give: a convolution of another layout is not the
     same bit for bit.
@@ -188,8 +193,8 @@ class Resample(Adapter):
         cache = None if isinstance(feat_cache[slot], str) else feat_cache[slot]
         conv = self.time_conv
         y, feat_cache[slot] = causal_conv(x, conv.weight, conv.bias, cache, padding=(0, 0))
-        pairs = y.unflatten(1, (2, -1))  # [B, 2, C, T, H, W]: two frames side by side in the channels
-        return pairs.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)
+        split = splitting()
+        return _pairs(y) if split is None or split.calls == 1 else split.each(_pairs, y)
 
     def _halved_in_time(self: Any, x: Tensor, feat_cache: list, feat_idx: list[int]) -> Tensor:
         slot = feat_idx[0]
@@ -199,6 +204,14 @@ class Resample(Adapter):
             return x
         conv = self.time_conv
         return ops.conv3d(torch.cat([before[:, :, -1:], x], 2), conv.weight, conv.bias, conv.stride)
+
+
+def _pairs(y: Tensor) -> Tensor:
+    """`[B, 2 * C, T, H, W]` with two frames side by side in the channels to `[B, C, 2 * T, H, W]`.
+
+    Of one frame it is a view, of more a copy in another layout."""
+    pairs = y.unflatten(1, (2, -1))  # [B, 2, C, T, H, W]
+    return pairs.permute(0, 3, 1, 4, 5, 2).flatten(1, 2).permute(0, 4, 1, 2, 3)
 
 
 class ResidualUpBlock(Adapter):
@@ -283,13 +296,14 @@ class Decoder(Adapter):
         blocks = list(self.up_blocks)
         for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
             if not _in_parts(block, x):
-                yield Stage(functools.partial(block, **first))
+                yield Stage(partial(block, **first), growth=partial(_growth, block))
                 continue
             for resnet in block.resnets:
-                yield Stage(resnet, block if _fits_ring(block, x) else None)
+                yield Stage(resnet, block if _fits_ring(block, x) else None, growth=partial(_growth, resnet))
             for resample in block.upsamplers or ():
-                yield Stage(resample.doubled_in_time)
-                yield Stage(resample.doubled_in_space, behind if _fits_ring(behind, x) else None, grows=4)
+                yield Stage(resample.doubled_in_time, growth=partial(_growth_in_time, resample))
+                behind_ring = behind if _fits_ring(behind, x) else None
+                yield Stage(resample.doubled_in_space, behind_ring, 4, partial(_growth_in_space, resample))
 
     def _up(
         self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]
@@ -297,49 +311,117 @@ class Decoder(Adapter):
         """The stages and the head. The large ones see few frames at a time: they are causal, so nothing
         changes but the memory they need, and a piece as long as a cache becomes the cache without being
         copied. The largest see one, and have a ring instead of caches."""
+        split = splitting()
+        several = split if split is not None and split.calls > 1 else None  # latents at once
+        room = 0.0 if several is None else _room(self, x)
         plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not autocasts(x.device.type)
         rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
         if rings is not None and not torch.compiler.is_compiling():
             rings.keep_to([stage.block for stage in stages])
-        waiting, parts, alone = [(0, feat_idx[0], x)], [], False
+        calls = 1 if several is None else several.calls  # of one process, for which x stands
+        waiting, parts, alone = [(0, feat_idx[0], x, calls)], [], False
         while waiting:
-            start, feat_idx[0], x = waiting.pop()
+            start, feat_idx[0], x, calls = waiting.pop()
             for i in range(start, len(stages)):
-                run, block, grows = stages[i]
+                run, block, grows, growth = stages[i]
                 large = block is not None and are_large(pixels_of_frame(x) * grows, x.device)
                 alone = large and rings is not None and rings.settle(plain)
                 most = 1 if alone else PIECE
-                if x.shape[2] > most and feat_cache is not None:
+                # those that wait do so in memory of their own: a view would keep all of x
+                if several is not None:
+                    elements = pixels_of_frame(x) * x.shape[1] * growth()
+                    (x, calls), *later = several.pieces(x, calls, most, elements, 0.0 if alone else room)
+                    waiting += [(i, feat_idx[0], *piece) for piece in reversed(later)]
+                    del later
+                elif x.shape[2] > most and feat_cache is not None:
                     x, *later = x.split(most, 2)
-                    # those that wait do so in memory of their own: a view would keep all of x
                     waiting += [
-                        (i, feat_idx[0], piece.clone() if may_write(piece) else piece)
+                        (i, feat_idx[0], piece.clone() if may_write(piece) else piece, 1)
                         for piece in reversed(later)
                     ]
                     del later
                 kept = rings.ring(block, x) if rings is not None and alone and grows == 1 else feat_cache
-                x = run(
-                    x, feat_cache=kept, feat_idx=feat_idx
-                )  # by name, as stock: hooks of offloading copy lists that have none
-            x = _norm(self.norm_out, x)  # what it was made of is free before the convolution needs memory
-            if rings is not None and alone:
-                slot = feat_idx[0]
-                y, rings[slot] = convolve_ahead(
-                    x, self.conv_out, _padding(self.conv_out), rings[slot], rings.arranged
-                )
-            else:
-                y = _remembering(self.conv_out, x, feat_cache, feat_idx)
+                with _standing_for(calls, several):
+                    x = run(
+                        x, feat_cache=kept, feat_idx=feat_idx
+                    )  # by name, as stock: hooks of offloading copy lists that have none
+            with _standing_for(calls, several):
+                x = _norm(self.norm_out, x)  # what it was made of is free before the convolution needs memory
+                if rings is not None and alone:
+                    slot = feat_idx[0]
+                    y, rings[slot] = convolve_ahead(
+                        x, self.conv_out, _padding(self.conv_out), rings[slot], rings.arranged
+                    )
+                else:
+                    y = _remembering(self.conv_out, x, feat_cache, feat_idx)
             parts.append(y)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class Stage(NamedTuple):
     """A part of a decoder, `run(x, feat_cache=, feat_idx=)`; the block for whose frames there may be a ring,
-    the one behind where the part changes their size; how many times more pixels come out than go in."""
+    the one behind where the part changes their size; how many times more pixels of a frame come out than go
+    in; and, asked when it matters, how many times more elements, at most."""
 
     run: Callable[..., Tensor]
     block: Any = None
     grows: int = 1
+    growth: Callable[[], float] = lambda: 1.0
+
+
+def _growth(part: Any) -> float:
+    """How many times more elements come out of a residual block, an upsampling or a block of both."""
+    if hasattr(part, "resnets"):
+        return prod(map(_growth, [*part.resnets, *_upsamplings(part)]))
+    if hasattr(part, "conv1"):
+        return _more_channels(part.conv1)
+    return _growth_in_time(part) * _growth_in_space(part)
+
+
+def _growth_in_time(resample: Any) -> float:
+    return 2.0 if resample.mode == "upsample3d" else 1.0
+
+
+def _growth_in_space(resample: Any) -> float:
+    return 4 * _more_channels(resample.resample[1])
+
+
+def _more_channels(conv: Any) -> float:
+    return max(1.0, conv.weight.shape[0] / conv.weight.shape[1])
+
+
+def _upsamplings(block: Any) -> list[Any]:
+    parts = getattr(block, "upsamplers", None) or [getattr(block, "upsampler", None)]
+    return [part for part in parts if part is not None]
+
+
+def _room(decoder: Any, x: Tensor) -> float:
+    """Elements that the frames of several latents may have at any stage: those of the piece that the last
+    stage sees of one latent. x: what comes in, before any upsampling."""
+    doublings = sum(len(_upsamplings(block)) for block in decoder.up_blocks)
+    return PIECE * pixels_of_frame(x) * 4**doublings * decoder.norm_out.gamma.numel()
+
+
+def _standing_for(calls: int, several: Any) -> contextlib.AbstractContextManager[None]:
+    """In a distributed decode of several latents, what runs stands for so many calls of one process."""
+    return contextlib.nullcontext() if several is None else several.of(calls).entered()
+
+
+def _may_take_several(decoder: Any, x: Tensor) -> bool:
+    """Whether all of a decoder is our own code and nobody looks on: other code might mind how many latents
+    it sees."""
+    blocks = [decoder.mid_block, *decoder.up_blocks]
+    parts: list[tuple[Any, type[Adapter]]] = [(decoder, Decoder)]
+    for block in blocks:
+        if hooked(block) or type(block).__qualname__ not in _BLOCKS:
+            return False
+        if hasattr(block, "avg_shortcut"):
+            parts.append((block, ResidualUpBlock))
+        parts += [(resnet, ResidualBlock) for resnet in block.resnets]
+        parts += [(part, AttentionBlock) for part in getattr(block, "attentions", ()) if part is not None]
+        parts += [(part, Resample) for part in _upsamplings(block)]
+    drops = any(resnet.training and resnet.dropout.p > 0 for block in blocks for resnet in block.resnets)
+    return not drops and all(_ours(part, adapter, x) for part, adapter in parts)
 
 
 def _in_parts(block: Any, x: Tensor) -> bool:
@@ -431,7 +513,8 @@ class Steps:
         self.begun, self.steady, self.watch_layouts = begun, steady, watch_layouts
 
     def run(self, latent: Tensor) -> Tensor:
-        """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`."""
+        """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`; of several in a distributed
+        decode that takes them together."""
         layouts_before = layouts(self.cache) if self.watch_layouts else None
         frames = decode_latent(self.vae, latent, self.cache, first=not self.begun)
         self.begun = True
@@ -443,8 +526,7 @@ class Steps:
         """`[B, C, T, h, w]` to the frames of all latents, clamped. run: decodes one; None: as above."""
         per_latent = 2 ** sum(self.vae.temperal_upsample)
         total = latents.shape[2] * per_latent - (0 if self.begun else per_latent - 1)
-        # each latent dense, in the layout of all: a kernel may round otherwise where they lie otherwise
-        chunks = ((run or self.run)(latents[:, :, i : i + 1].clone()) for i in range(latents.shape[2]))
+        chunks = self._chunks(latents, run or self.run)
         first = next(chunks)
         if not may_write(first):
             return torch.cat([first, *chunks], 2).clamp(-1.0, 1.0)
@@ -456,6 +538,26 @@ class Steps:
             filled += part.shape[2]
             del part  # or it would wait for the next one
         return video
+
+    def _chunks(self, latents: Tensor, run: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """The frames of one latent after the other; of several at once behind the first one where a
+        distributed decode may take them together."""
+        split, most = splitting(), 1
+        if split is not None and latents.shape[0] == 1 and may_write(latents):
+            most = split.latents if _may_take_several(self.vae.decoder, latents) else 1
+        begin, total = 0, latents.shape[2]
+        while begin < total:
+            count = min(most, total - begin) if self.begun else 1
+            if split is None or count == 1:
+                # dense, in the layout of all: a kernel may round otherwise where it lies otherwise
+                yield run(latents[:, :, begin : begin + 1].clone())
+            else:
+                several = split.of(count)
+                with several.entered():
+                    frames = run(several.gather(latents, begin))
+                yield frames
+                del frames
+            begin += count
 
 
 def decode_latent(vae: Any, latent: Tensor, cache: list, *, first: bool) -> Tensor:
@@ -619,7 +721,8 @@ class DecodeStream:
         def run(latent: Tensor) -> Tensor:
             frames = self._replayed(steps, latent, assumptions) if self.graph else steps.run(latent)
             if last is not None:
-                last.append(latent)
+                split = splitting()
+                last.extend([latent] if split is None or split.calls == 1 else split.apart(latent))
             return frames
 
         try:
@@ -649,7 +752,7 @@ class DecodeStream:
                 steps.cache.clear()  # whoever else holds this list has no use for it
             else:
                 self.captured = captured = None  # its memory is free before another one needs as much
-                step = functools.partial(decode_latent, self.vae, first=False)
+                step = partial(decode_latent, self.vae, first=False)
                 self.captured = captured = CapturedStep(step, latent, steps.cache, assumptions)
             steps.cache = captured.cache
         return captured(latent)

@@ -29,7 +29,7 @@ _made = 0  # engines, which every rank makes in the same order
 class Dist:
     """This process's rank of a mesh. timeout: seconds to wait for another rank before the call fails."""
 
-    is_alone = False
+    is_alone, compares_all = False, False
 
     def __init__(self, mesh: DeviceMesh, timeout: float):
         global _made

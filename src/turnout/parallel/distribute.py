@@ -27,6 +27,7 @@ from turnout.routing.op import TurnoutWarning
 
 SPLITS = ("auto", "height", "width", "batch")
 GATHERS = ("all", "first", "none")
+LATENTS = 4  # of Wan 2.1 at 480 x 832, four fill eight H200 as far as frames are small: see docs/guides
 _AUTOENCODERS = "diffusers.models.autoencoders"
 
 
@@ -58,6 +59,7 @@ def distribute(
     *,
     split: Literal["auto", "height", "width", "batch"] = "auto",
     gather: Literal["all", "first", "none"] = "all",
+    latents: int | Literal["auto"] = "auto",
     timeout: float = 600.0,
 ) -> Report:
     """Decode and encode on all ranks of a mesh, each with a part of the rows, columns or samples, bit for bit
@@ -73,6 +75,9 @@ def distribute(
     split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part
     is the smallest share. Parts may differ by one row of latents.
     gather: "all" ranks get the whole result, the "first" one (others get None), or "none": each has its part.
+    latents: how many latents an accelerated decoder of Wan takes at a time at most, behind the first one of a
+    clip; "auto": four. At each stage as many of them go on together as have no more elements than two frames
+    of the last stage, which one process has there in any case.
     timeout: seconds to wait for another rank; then the call fails on all.
 
     A distributed `decode` or `encode` also takes a list of clips or images, of whatever sizes, and returns a
@@ -105,9 +110,10 @@ def distribute(
     if gather not in GATHERS:
         raise ValueError(f"distribute: gather {gather!r}; one of: {', '.join(GATHERS)}")
     known = _known(vae)
+    most_latents = _most_latents(vae, latents)
     _refuse_tiling(vae)
     _refuse_noise(vae)
-    distribution = Distribution(vae, _engine(mesh, timeout), split, gather)
+    distribution = Distribution(vae, _engine(mesh, timeout), split, gather, most_latents)
     _take_fronts(vae)
     distribution.meet()
     report = Report()
@@ -135,6 +141,21 @@ def _known(vae: Any) -> Known:
             return KNOWN[key]
     names = ", ".join(sorted(key.rpartition(".")[2] for key in KNOWN))
     raise ValueError(f"distribute: {type(vae).__name__} is not known; one of: {names}")
+
+
+def _most_latents(vae: Any, latents: Any) -> int:
+    """How many latents go through a decoder at a time, at most."""
+    by_latent = hasattr(vae, "_cached_conv_counts")
+    if latents == "auto":
+        return LATENTS if by_latent else 1
+    if not isinstance(latents, int) or isinstance(latents, bool) or latents < 1:
+        raise ValueError(f"distribute: latents {latents!r}; it needs 'auto' or a number of at least 1")
+    if latents > 1 and not by_latent:
+        raise ValueError(
+            f"distribute: latents {latents} for {type(vae).__name__}, which decodes all latents at once; "
+            "leave latents out"
+        )
+    return latents
 
 
 def _refuse_tiling(vae: Any) -> None:
@@ -233,10 +254,11 @@ class _Distributed:
 class Distribution:
     """How one VAE is split. The ranks of a `Lockstep` share it."""
 
-    def __init__(self, vae: Any, engine: Lockstep | Engine, split: str, gather: str):
+    def __init__(self, vae: Any, engine: Lockstep | Engine, split: str, gather: str, latents: int):
         self.engine, self.ranks, self.split, self.gather = engine, engine.ranks, split, gather
+        self.latents = latents
         self.model = agreement.of_model(vae)
-        self.how = {"split": split, "gather": gather, "ranks": str(engine.ranks)}
+        self.how = {"split": split, "gather": gather, "ranks": str(engine.ranks), "latents": str(latents)}
         self.splits: dict[tuple, Split] = {}  # of each rank, axis, size and settings
         self.agreed: set[tuple] = set()
         self.sums_blocks = any(isinstance(module, nn.GroupNorm) for module in vae.modules())
@@ -395,7 +417,8 @@ class Distribution:
         is first seen; where the bits are not the same, its samples stay together.
         """
         samples = x.shape[0]
-        if name == "stream" or self.split not in ("auto", "batch") or samples < self.ranks:
+        in_frames = self.split == "auto" and self.ranks == 1 and self.latents > 1  # several latents at once
+        if name == "stream" or self.split not in ("auto", "batch") or samples < self.ranks or in_frames:
             if self.split == "batch":
                 given = "a DecodeStream, whose frames" if name == "stream" else f"{samples} samples, which"
                 raise ValueError(
@@ -484,7 +507,7 @@ class Distribution:
         """The plan of a rank, which is kept: what was compared once is known."""
         key = engine.rank, axis, units, settings.current()
         if key not in self.splits:
-            split = self.splits[key] = Split(Exchange(engine, axis, units, self._grain(units)))
+            split = self.splits[key] = Split(Exchange(engine, axis, units, self._grain(units)), self.latents)
             split.settings = settings.split_by(split)
         self.splits[key].exchange.engine = engine
         return self.splits[key]

@@ -44,6 +44,7 @@ class Engine(Protocol):
     rank: int
     ranks: int
     is_alone: bool  # no other rank is there: nothing can be compared
+    compares_all: bool  # calls of routes that declare their grain too, to see that it is true
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Send contiguous tensors to ranks, and fill contiguous tensors with what ranks send."""
@@ -287,7 +288,8 @@ def dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
 
 def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart.
-    Those of dimensions of size one count too, since routes are chosen by them.
+    Those of dimensions of size one count too, since routes are chosen by them; one that is no multiple of
+    what lies within stays what it is.
 
     >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4)
     (96, 1, 96, 24, 8)
@@ -299,8 +301,8 @@ def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, 
     found[dim] = step
     for d, stride in enumerate(strides):
         outer = stride > step or (stride == step and d < dim)
-        if d != dim and outer and step:
-            whole = stride % (step * shape[dim]) == 0
+        whole = step and stride % (step * shape[dim]) == 0
+        if d != dim and outer and step and (whole or shape[d] > 1):
             found[d] = stride // shape[dim] * size if whole else stride + step * (size - shape[dim])
     return tuple(found)
 

@@ -24,7 +24,7 @@ class Fake:
     [32]
     """
 
-    is_alone = True
+    is_alone, compares_all = True, False
 
     def __init__(self, rank: int, ranks: int):
         if not 0 <= rank < ranks:

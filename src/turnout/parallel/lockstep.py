@@ -118,7 +118,7 @@ class _Step:
 class Rank:
     """The engine of one thread."""
 
-    is_alone = False
+    is_alone, compares_all = False, True
 
     def __init__(self, rank: int, ranks: int, step: _Step):
         self.rank, self.ranks, self._step = rank, ranks, step

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from turnout.parallel.split import Split
+from turnout.routing import settings
 
 _CONVOLUTIONS = {torch.conv2d, torch.conv3d, F.conv2d, F.conv3d}
 _NORMS = {torch.group_norm, F.group_norm}
@@ -63,7 +64,12 @@ class SplitMode(TorchFunctionMode):
 
     def __init__(self, split: Split):
         super().__init__()
-        self.split = split
+        self.alone = split
+
+    @property
+    def split(self) -> Split:
+        """The plan that is in force: one latent at a time, or several."""
+        return settings.splitting() or self.alone
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

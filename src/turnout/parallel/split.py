@@ -12,6 +12,7 @@ gathered and every rank computes the whole: slower, never different.
 from __future__ import annotations
 
 import collections
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from turnout.routing import settings
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
 from turnout.routing.fallback import blocked
-from turnout.routing.op import Op
+from turnout.routing.op import UNKNOWN, Grain, Op
 
 CONVOLUTIONS = ("conv2d", "conv3d", "causal_conv3d")
 POINTWISE = ("rms_norm_silu", "rms_norm_silu_into")  # every pixel by itself
@@ -40,13 +41,23 @@ class Way(NamedTuple):
     """How calls of one kind run here, on this rank's part and whole; `whole` gives this rank's part of it.
 
     is_known: that both give the same bits. written: which argument the result is written into; None where it
-    is returned.
+    is returned. taken: the route and its configuration. in_frames: the route's grain along the frames.
     """
 
     part: Callable[..., Any]
     whole: Callable[..., Any]
     is_known: bool
     written: int | None = None
+    taken: tuple = ()
+    in_frames: int | None = None
+
+
+class Chosen(NamedTuple):
+    """What runs a call on a part as the whole call would be run: by route and configuration `taken`."""
+
+    run: Callable[[tuple], Any]
+    taken: tuple
+    grain: Grain
 
 
 class PartRefused(RuntimeError):
@@ -58,11 +69,14 @@ class Split:
 
     halos: of tensors that were padded with rows of other ranks. caches: halo rows of cached frames, by the
     tensor that stands in a model's list of caches and holds this rank's own rows: what was received once is
-    not sent again. counts: how many calls ran on a part and how many whole.
+    not sent again. counts: how many calls ran on a part and how many whole. latents: the most that a decoder
+    which works latent by latent takes at a time. calls: how many calls of one process this one stands for.
     """
 
-    def __init__(self, exchange: Exchange):
-        self.exchange = exchange
+    calls = 1
+
+    def __init__(self, exchange: Exchange, latents: int = 1):
+        self.exchange, self.latents = exchange, latents
         self.halos: Any = WeakIdKeyDictionary()
         self.caches: Any = WeakIdKeyDictionary()
         self.counts: collections.Counter[str] = collections.Counter()
@@ -74,6 +88,8 @@ class Split:
         self.latest: tuple[Tensor, Tensor] | None = None  # the last input that got a halo, and what it became
         self.queries = OwnQueries(exchange)
         self.settings: settings.Split | None = None
+        self.of_several: dict[int, Split] = {}  # by number of calls
+        self.layouts: Any = WeakIdKeyDictionary()  # strides of one call's frames, by those of several calls
 
     def __call__(self, op: Op, args: tuple) -> Callable[..., Any]:
         """What runs calls of an op like this one."""
@@ -82,17 +98,36 @@ class Split:
             raise RuntimeError(
                 f"turnout.{op.name} in a distributed model: {why.reason}; restore() the model to run it"
             )
+        return self.known(op.name, self.way(op, args))
+
+    def way(self, op: Op, args: tuple) -> tuple[tuple, Way]:
+        """The kind of a call, and how calls of that kind run."""
         if op.name in CONVOLUTIONS:
-            return self._of(op.name, self._convolution(op, args))
+            return self._convolution(op, args)
         if op.name == "upsample_conv2d":
-            return self._of(op.name, self._upsampling(op, args))
+            return self._upsampling(op, args)
         if op.name in POINTWISE:
-            return self._of(op.name, self._pointwise(op, args))
+            return self._pointwise(op, args)
         if op.name in NORMS:
-            return self._of(op.name, self._norm(op, args))
+            return self._norm(op, args)
         raise NotImplementedError(
             f"turnout.{op.name} is not known to a distributed model; restore() the model to run it"
         )
+
+    def of(self, calls: int) -> Split:
+        """The plan for calls that stand for so many of one process, behind each other in the frames."""
+        from turnout.parallel.latents import Together
+
+        alone: Split = getattr(self, "alone", self)
+        if calls not in alone.of_several:
+            alone.of_several[calls] = alone if calls == 1 else Together(alone, calls)
+        return alone.of_several[calls]
+
+    def entered(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this block calls go by this plan; pins and the numerics level stay as they are."""
+        now = settings.current()
+        assert self.settings is not None
+        return settings.entering(self.settings.with_choices(now.pins, now.numerics))
 
     def ring_margins(self) -> tuple[int, int]:
         """Rows and columns of room that a ring needs on each side of its frames."""
@@ -124,7 +159,7 @@ class Split:
             padding,
         )
         if key not in self.rings:
-            self.rings[key] = self._of("conv3d", self._convolution(CONV3D, args, axis=axis, margin=margin))
+            self.rings[key] = self.known("conv3d", self._convolution(CONV3D, args, axis=axis, margin=margin))
         return self.rings[key](*args)
 
     def torch_convolution(self, convolve: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -134,7 +169,7 @@ class Split:
         if unbatched:
             raise NotImplementedError("a convolution without a batch in a distributed model")
         lowered = op.arguments(*args, **kwargs)
-        return self._of(convolve.__name__, self._convolution(op, lowered, REFERENCE))(*lowered)
+        return self.known(convolve.__name__, self._convolution(op, lowered, REFERENCE))(*lowered)
 
     def everywhere(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`function` of the whole x on every rank, and of what it returns this rank's part."""
@@ -207,7 +242,7 @@ class Split:
 
     # What runs
 
-    def _of(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
+    def known(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
         """A call: known to be the same, or compared when it is first seen."""
         kind, (part, whole, *_) = way
 
@@ -228,20 +263,27 @@ class Split:
         """The first call of a kind: on all ranks, find out whether parts may be computed by themselves."""
         of_part: Any = None
         expected: Any = None
-        known = way.is_known or self.exchange.engine.is_alone
+        engine = self.exchange.engine
+        known = engine.is_alone or (way.is_known and not engine.compares_all)
         tried = list(args)
         if not known and way.written is not None:
             tried[way.written] = args[way.written].clone()  # what is read may be what is written
+        declared = way.is_known and way.taken[:1] != (REFERENCE,)
         try:
             of_part, same = way.part(*tried), True
         except PartRefused:
-            same = False
+            same, declared = False, False
         if not known:
             expected = way.whole(*args)
             results = (of_part, expected) if way.written is None else (tried[way.written], args[way.written])
             same = same and same_bits(*results)
             if isinstance(expected, Tensor):
                 self.strides[kind] = expected.stride()
+        if declared and not known and not same:
+            raise RuntimeError(
+                f"turnout.{name}: route {way.taken[0]!r} declares where cuts change nothing (grain), and a "
+                "part has other bits than the whole; pin another route"
+            )
         flag = torch.tensor([float(same)], device=next(x.device for x in args if isinstance(x, Tensor)))
         same = all(bool(x.item()) for x in self.exchange.all_gather_stats(flag))
         self.runs_whole[kind] = not same
@@ -286,7 +328,10 @@ class Split:
         problem = _scaled(key.problem, axis, whole_rows - 2 * margin, beside)
         if margin:
             problem = problem._replace(padding=_resized(problem.padding, axis, margin))
-        run, is_known, grain = self._chosen(op, key._replace(problem=problem), chosen)
+        run, taken, grains = self._chosen(op, key._replace(problem=problem), chosen)
+        along = grains.along(exchange.axis)
+        is_alone = exchange.ranks == 1 and not is_padded  # the call is that of one process
+        is_known, grain = along is not None or is_alone, along or 1
         before, after = padding, reach + 1 - stride - padding
         outer = (whole_rows + 2 * padding - reach - 1) // stride + 1
         own_size = None if is_padded else exchange.spans(outer)[exchange.rank]
@@ -300,7 +345,7 @@ class Split:
 
         def part(*args: Any) -> Tensor:
             operands = list(args)
-            if not is_padded and (reach or padding):
+            if not is_padded and not is_alone and (reach or padding):
                 extra = grain - 1 if off_grain else 0
                 for i in seen:
                     if operands[i] is not None:
@@ -345,7 +390,7 @@ class Split:
                 y = op.reference(*operands) if chosen == REFERENCE else op(*operands)
             return dense(exchange.own(y, axis), y, axis)
 
-        return (op.name, chosen, problem), Way(part, whole, is_known)
+        return (op.name, chosen, problem), Way(part, whole, is_known, None, taken, grains.in_frames(x.dim()))
 
     def _upsampling(self, op: Op, args: tuple) -> tuple[Any, Way]:
         exchange, axis = self.exchange, self.exchange.axis
@@ -353,7 +398,7 @@ class Split:
         rows = x.shape[axis]
         key = op.key(args)
         problem = _scaled(key.problem, axis, exchange.global_size(rows))
-        run, is_known, grain = self._chosen(op, key._replace(problem=problem), None)
+        run, taken, grains = self._chosen(op, key._replace(problem=problem), None)
         high = padding[axis]
         if weight.shape[axis] != 2 * high + 1 or high > scale:
             raise NotImplementedError(
@@ -367,14 +412,15 @@ class Split:
         def part(x: Tensor, *rest: Any) -> Tensor:
             size = scale * x.shape[axis]
             # the pixels that are computed beside the own ones see the edge of what is known, and are dropped
-            y = run((exchange.halo(x, 1, 1, edge="none"), *rest))
+            y = run((exchange.halo(x, 1, 1, edge="none") if exchange.ranks > 1 else x, *rest))
             return dense(y.narrow(axis, scale * before, size), y, axis) if before or after else y
 
         def whole(x: Tensor, *rest: Any) -> Tensor:
             with self.plainly():
                 return self._own(op(exchange.all_gather(x), *rest))
 
-        return (op.name, problem), Way(part, whole, is_known and grain == 1)
+        is_known = grains.along(axis) == 1 or exchange.ranks == 1
+        return (op.name, problem), Way(part, whole, is_known, None, taken, grains.in_frames(x.dim()))
 
     def _pointwise(self, op: Op, args: tuple) -> tuple[Any, Way]:
         exchange, axis, names = self.exchange, self.exchange.axis, list(op.signature.parameters)
@@ -382,7 +428,7 @@ class Split:
         rows = args[split[0]].shape[axis]
         key = op.key(args)
         problem = _scaled(key.problem, axis, exchange.global_size(rows))
-        run, is_known, grain = self._chosen(op, key._replace(problem=problem), None)
+        run, taken, grains = self._chosen(op, key._replace(problem=problem), None)
         written = names.index("out") if op.mutates else None
 
         def part(*args: Any) -> Any:
@@ -399,7 +445,9 @@ class Split:
             args[written].copy_(exchange.own(operands[written]))
             return None
 
-        return (op.name, problem), Way(part, whole, is_known and grain == 1, written)
+        of_frames = grains.in_frames(args[split[0]].dim())
+        is_known = grains.along(axis) == 1 or exchange.ranks == 1
+        return (op.name, problem), Way(part, whole, is_known, written, taken, of_frames)
 
     def _norm(self, op: Op, args: tuple) -> tuple[Any, Way]:
         norm = Norm(self, op, args)
@@ -408,13 +456,10 @@ class Split:
             self.runs_whole[kind] = True
         return kind, Way(norm.part, norm.whole, True)
 
-    def _chosen(self, op: Op, key: Any, chosen: str | None) -> tuple[Callable[[tuple], Any], bool, int]:
-        """What runs a call on a part as the whole call would be run; whether it is known not to mind; its
-        grain.
-        """
+    def _chosen(self, op: Op, key: Any, chosen: str | None) -> Chosen:
         verdict = None if chosen is not None else op.verdict(key)
         if verdict is None or verdict.chosen == REFERENCE:
-            return (lambda args: op.plain(*args)), False, 1
+            return Chosen(lambda args: op.plain(*args), (REFERENCE,), UNKNOWN)
         route = op.routes[verdict.chosen]
         config = dict(verdict.config)
         ready: dict[Any, Callable[..., Any]] = {}
@@ -433,7 +478,7 @@ class Split:
                 prepared = ready[facts] = route.prepared(args, config).call
             return prepared(*args)
 
-        return run, route.grain is not None, route.grain or 1
+        return Chosen(run, (route.name, *sorted(config.items())), route.grain)
 
     def _with_halo(self, x: Tensor, before: int, after: int) -> Tensor:
         strips = self.caches.get(x)

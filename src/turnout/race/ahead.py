@@ -22,7 +22,7 @@ def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device)
     Raises ValueError where there is no such model or size, or the model cannot be called so.
     """
     racer = racer_named(name)
-    config, numbers = _numbers(name, racer, size)
+    config, numbers = numbers_of(name, racer, size)
     with planning(card) as launches, torch.no_grad():
         settings = Settings(numbers, dtype or dtype_named(racer.dtypes[0]), PRETENDED)
         model = racer.build(config, settings)
@@ -39,7 +39,7 @@ def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device)
         return specs_of(launches)
 
 
-def _numbers(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]]:
+def numbers_of(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]]:
     """The size whose configuration a model is built with, and the numbers of its call."""
     size = size or "full"
     if size in racer.sizes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turnout.bench.sweep import commit, keep_row
+from turnout.bench.sweep import keep_row, rows_of_this_code
 from turnout.race.models import Racer, check_weights, racer_named, size_named
 from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Race, race
-from turnout.routing import versions
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
 
@@ -163,17 +161,12 @@ class Plan:
     def _done(self) -> set[tuple[str, str]]:
         """What has a row of this code and this Triton, by description and dtype; with `compiled` or `graph`,
         one of that lane."""
-        if self.out is None or not self.path().exists():
+        if self.out is None:
             return set()
-        mine = versions.minor(versions.triton()) if self.device.type == "cuda" else None
-        rows = [json.loads(line) for line in self.path().read_text(encoding="utf-8").splitlines()]
         return {
             (row["what"], row["dtype"])
-            for row in rows
-            if row.get("commit") == commit() is not None
-            and versions.minor(row.get("versions", {}).get("triton")) == mine
-            and (not self.compiled or COMPILED in row["lanes"])
-            and (not self.graph or GRAPH in row["lanes"])
+            for row in rows_of_this_code(self.path(), self.device)
+            if (not self.compiled or COMPILED in row["lanes"]) and (not self.graph or GRAPH in row["lanes"])
         }
 
 

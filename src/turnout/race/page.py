@@ -18,8 +18,8 @@ from rich.text import Text
 from torch import Tensor
 
 from turnout.bench import report
+from turnout.measure.machine import in_words
 from turnout.race.looks import LOOKS
-from turnout.race.machine import in_words
 from turnout.race.pictures import frame, load_pillow, png, side_by_side
 from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, in_ms
 

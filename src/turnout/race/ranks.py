@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from turnout.bench.sweep import commit, versions
+from turnout.measure.machine import machine, now
 from turnout.models.accelerate import accelerate, restore
 from turnout.parallel import Fake, Lockstep, distribute
-from turnout.race.machine import machine, now
 from turnout.race.models import racer_named, size_named
 
 ENGINES = ("fake", "lockstep")
@@ -90,6 +91,8 @@ def race_ranks(
             "machine": machine(device),
             "date": now(),
             "torch": torch.__version__,
+            "versions": versions(device.type),
+            "commit": commit(),
         }
         if engine == "lockstep":
             alone = call(model)

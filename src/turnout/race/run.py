@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from turnout.bench.sweep import commit
+from turnout.measure.machine import machine, now
 from turnout.measure.timer import time_call
 from turnout.models.accelerate import Report, accelerate, restore
 from turnout.race.kernels import Share, Trace, traced
-from turnout.race.machine import machine, now
 from turnout.race.models import RACERS, Racer
 from turnout.routing import versions
 

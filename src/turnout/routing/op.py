@@ -58,6 +58,32 @@ _clearings = 0  # how often they were cleared: what was chosen before is not add
 AUTOGRAD_OVERHEAD = 38e-6  # a call of 24 us became one of 63: 2-core Xeon at 2.8 GHz, torch 2.13
 
 
+class Grain(NamedTuple):
+    """Where the input of a route, `[N, C, (D,) H, W]`, may be cut so that each part, computed by itself with
+    the border that it sees and in the same configuration, gives the bits of the whole: at multiples of so
+    many samples, frames, rows and columns. None: of cuts along that axis nothing is known.
+
+    >>> Grain(rows=1, columns=2).along(-1), Grain(samples=1).in_frames(4)
+    (2, 1)
+    """
+
+    samples: int | None = None
+    frames: int | None = None
+    rows: int | None = None
+    columns: int | None = None
+
+    def along(self, axis: int) -> int | None:
+        """That of the rows (-2) or the columns (-1)."""
+        return self.rows if axis == -2 else self.columns
+
+    def in_frames(self, dimensions: int) -> int | None:
+        """That of frames, which are the samples of a call with four dimensions."""
+        return self.samples if dimensions == 4 else self.frames
+
+
+ANYWHERE, UNKNOWN = Grain(1, 1, 1, 1), Grain()
+
+
 class TurnoutWarning(UserWarning):
     """Something was given up, and the result is still right."""
 
@@ -71,8 +97,7 @@ class Route:
     in_place: arguments that may be the very memory that is written, element by element (see `writing`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an
     argument.
-    grain: where an output may be cut, in rows and columns, so that each part computed by itself is the
-    whole's, bit for bit; None where that is not known.
+    grain: where the input may be cut without changing a bit, as far as that is known.
     """
 
     name: str
@@ -86,7 +111,7 @@ class Route:
     kernels: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     fails_before_writing: bool = False
-    grain: int | None = None
+    grain: Grain = UNKNOWN
 
     @functools.cached_property
     def code_hash(self) -> str:
@@ -187,7 +212,7 @@ class Op:
         kernels: Sequence[str] = (),
         in_place: Sequence[str] = (),
         fails_before_writing: bool = False,
-        grain: int | None = None,
+        grain: Grain = UNKNOWN,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Declare a route: see CONTRIBUTING, "Add a route".
 

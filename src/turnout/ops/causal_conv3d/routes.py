@@ -232,6 +232,7 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         "numerics": "close",
         "version": 1,
         "kernels": kernel.kernels,
+        "grain": kernel.grain,
     }
 
 

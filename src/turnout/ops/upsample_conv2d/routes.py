@@ -214,6 +214,7 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
         "numerics": "close",
         "version": 1,
         "kernels": (*kernel.kernels, PHASE_FILTERS),
+        "grain": kernel.grain,
     }
 
 

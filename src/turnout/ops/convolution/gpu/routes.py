@@ -43,7 +43,7 @@ from turnout.ops.convolution.layout import LAST, dense_strides, known_last, move
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Convolution, Float32, channels_last
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.op import ANYWHERE, UNKNOWN, Config, Grain
 from turnout.routing.prepared import Prepare, worked_out_once
 
 _HERE = "turnout.ops.convolution.gpu"
@@ -56,7 +56,9 @@ class Kernel(NamedTuple):
 
     `arithmetic` estimates the seconds of its products, without reading and writing. `kernels` names those
     whose source decides the time, also the ones that copy or round before and after; not the fallback for
-    unaligned tensors.
+    unaligned tensors. `grain` of the implicit GEMMs: each output is one sum over taps and channels, in an
+    order and in blocks that follow from the configuration, wherever the output lies; taps on padding add
+    zeros or are left out. `narrow_out` adds columns of the kernel in an order that the compiler chooses.
     """
 
     refuses: Callable[[Task], Iterator[str]]
@@ -64,6 +66,7 @@ class Kernel(NamedTuple):
     arithmetic: Callable[[Task, Device], float | None]
     lowering: Lowering
     kernels: tuple[str, ...]
+    grain: Grain = UNKNOWN
 
     @property
     def hopper(self) -> bool:
@@ -165,6 +168,7 @@ IMPLICIT_GEMM = Kernel(
     portable_arithmetic,
     GEMM,
     (f"{_HERE}.kernels:implicit_gemm", TRANSPOSE),
+    ANYWHERE,
 )
 IMPLICIT_GEMM_HOPPER = Kernel(
     implicit_gemm_hopper_refuses,
@@ -172,6 +176,7 @@ IMPLICIT_GEMM_HOPPER = Kernel(
     hopper_arithmetic,
     GEMM_HOPPER,
     (f"{_HERE}.gluon_kernels:implicit_gemm", f"{_HERE}.gluon_kernels:round_to_tf32", TRANSPOSE),
+    ANYWHERE,
 )
 NARROW_OUT = Kernel(
     narrow_out_refuses,
@@ -278,6 +283,7 @@ def declaration(kernel: Kernel) -> dict[str, Any]:
         "numerics": "close",
         "version": 1,
         "kernels": kernel.kernels,
+        "grain": kernel.grain,
     }
 
 
