@@ -1,4 +1,4 @@
-"""What the fused parts of known models take a host more than the stock code: python benchmarks/parts.py [MODEL ...]
+"""What fused parts of known models take a host more than stock code: python benchmarks/parts.py [MODEL ...]
 
 Every kind of part of the small models of the tests, with what its model calls it with, on a CPU in one
 thread: there is hardly any work, so the difference is the host's. us of the thread's own time, the median of
@@ -43,14 +43,12 @@ def calls_of(model: nn.Module, stock: nn.Module, call: Any) -> dict[str, Call]:
             if made is None or made.adapter.__module__.endswith(".layers"):
                 continue
 
-            def note(
-                module: nn.Module, args: tuple, kwargs: dict[str, Any], instance: Any = instance, path: str = path
-            ) -> None:
+            def note(module: nn.Module, args: tuple, kwargs: dict, part: Any = (instance, path)) -> None:
                 x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
                 if x is not None:
                     kept = {name: fresh(x) for name, x in kwargs.items()}
-                    each = Call(module, stock.get_submodule(path), tuple(map(fresh, args)), kept)
-                    found.setdefault(f"{type(instance).__name__} {list(x.shape)}", each)
+                    each = Call(module, stock.get_submodule(part[1]), tuple(map(fresh, args)), kept)
+                    found.setdefault(f"{type(part[0]).__name__} {list(x.shape)}", each)
 
             with_hook = module.register_forward_pre_hook(note, with_kwargs=True)
             with torch.no_grad():

@@ -72,10 +72,11 @@ def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
 
 
 def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> float | None:
-    """Measured on one core, see NOTES.md: an element, a channel of a block, the host."""
+    """Measured on one core, see NOTES.md: an element, a pixel, a channel of a block, the host."""
     if device.type != "cpu":
         return None
     fitted, rows = device.fitted("group_norm_silu.cpu-blocks"), problem.strides[1] == 1
+    start = fitted.start if isinstance(problem, GroupNormSilu) else fitted.start_around
     blocks = prod([-(-size // grain(size)) for size in rows_and_columns(problem.shape)])
     sums = problem.elements * (fitted.sums_rows if rows else fitted.sums_planes)
     reduced = (
@@ -85,7 +86,11 @@ def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: De
     written = problem.elements * (
         fitted.written + (fitted.byte_of_large * problem.dtype.itemsize if large else 0)
     )
-    return fitted.start + (sums + reduced + written) / device.cores
+    if rows:
+        written += problem.elements / problem.shape[1] * fitted.row
+    elif isinstance(problem, GroupNormSiluPad):
+        written += problem.elements * fitted.element_padded
+    return start + (sums + reduced + written) / device.cores
 
 
 ON_CPU: Any = {
