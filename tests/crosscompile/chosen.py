@@ -13,7 +13,7 @@ from tests.walk import LAUNCHING, random_call
 from turnout.launch.descriptors import kind
 from turnout.launch.launcher import Launch
 from turnout.launch.recording import recorded
-from turnout.ops.convolution.gpu.launches import transpose
+from turnout.ops.convolution.gpu.packing import transpose
 from turnout.routing import versions
 from turnout.routing.case import outline
 from turnout.routing.device import KIB, Device

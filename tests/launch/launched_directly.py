@@ -217,11 +217,11 @@ def main():
 
 def compare_prepared(watched, device):
     from tests.walk import calls
-    from turnout.ops.convolution.gpu import routes as convolution_routes
+    from turnout.ops.convolution.gpu import launching
     from turnout.ops.convolution.layout import LAST
     from turnout.routing.op import OPS
 
-    convolution_routes.torch_format = lambda input, *rest: LAST[input.dim()]  # cuDNN's
+    launching.torch_format = lambda input, *rest: LAST[input.dim()]  # cuDNN's
     for name, routes in PREPARED.items():
         for route in routes:
             op = OPS[name]

@@ -4,6 +4,7 @@ chosen."""
 import contextlib
 import functools
 import itertools
+import re
 import threading
 from typing import ClassVar
 
@@ -221,6 +222,14 @@ def test_what_the_user_decided_holds():
     torch._C._set_sdp_priority_order(sdpa._ORDERS[0])
     torch._C._set_sdp_use_overrideable(True)
     assert takes_a_route(q, q, q)
+    replacements = [name for name in dir(torch._C) if re.fullmatch(r"_set_sdp_use_fa\d+", name)]
+    assert "_set_sdp_use_fa3" in replacements
+    for name in replacements:
+        getattr(torch._C, name)(True)
+        try:
+            assert not takes_a_route(q, q, q)
+        finally:
+            getattr(torch._C, name)(False)
     for enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_cudnn_sdp):
         enable(False)
         try:

@@ -5,6 +5,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from turnout.ops.convolution.gpu.launching import run
+from turnout.ops.convolution.gpu.operands import Geometry, Operands
+
 
 class Call(NamedTuple):
     """Shapes and settings of one launch. `ends` is the padding behind the last frame, row and column."""
@@ -31,8 +34,8 @@ class Call(NamedTuple):
         sizes = zip(self.size, self.padding, self.ends, self.kernel, self.stride, self.dilation, strict=True)
         return tuple((n + p + e - d * (k - 1) - 1) // s + 1 for n, p, e, k, s, d in sizes)
 
-    def run(self, launch, device, config):
-        """Whether a launch writes exactly the rounded sums, and all of them."""
+    def run(self, lowering, device, tile):
+        """Whether a kernel writes exactly the rounded sums, and all of them."""
         generator = torch.Generator().manual_seed(0)
 
         def integers(*shape, most=3):
@@ -49,20 +52,8 @@ class Call(NamedTuple):
         residual = integers(self.batch, self.filters, *out_size) if self.residual else None
         out = torch.full((self.batch, self.filters, *out_size), float("nan"), dtype=self.dtype, device=device)
         out = out if self.dense else channels_last(out)
-        launch(
-            x,
-            weight,
-            bias,
-            out,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            residual=residual,
-            cache=cache,
-            pad_mode=self.pad_mode,
-            precision=self.precision,
-            **config,
-        )
+        geometry = Geometry(self.stride, self.padding, self.dilation, self.pad_mode, self.precision)
+        run(lowering, Operands(x, weight, bias, out, residual, cache), geometry, tile)
         expected = self.expected(
             *(None if t is None else t.cpu().double() for t in (x, weight, bias, residual, cache))
         )

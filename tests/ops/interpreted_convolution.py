@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from tests.ops.convolution_calls import Call
-from turnout.ops.convolution.gpu import launches
+from turnout.ops.convolution.gpu import implicit_gemm, narrow_out
+from turnout.ops.convolution.gpu.packing import transpose
+from turnout.ops.convolution.gpu.tiles import GemmTile, StripTile
 
-SMALL = {"pixels": 16, "filters": 16, "channels": 16}
+SMALL = GemmTile(pixels=16, filters=16, channels=16)
 CALLS = {
     "plain": Call(17, 20, size=(2, 3, 5)),
     "few channels": Call(3, 8, size=(2, 3, 5), residual=True, batch=1),
@@ -58,12 +60,12 @@ FEW = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_implicit_gemm(name):
-    assert CALLS[name].run(launches.implicit_gemm, "cpu", SMALL)
+    assert CALLS[name].run(implicit_gemm.PORTABLE, "cpu", SMALL)
 
 
 @pytest.mark.parametrize("name", FEW)
 def test_narrow_out(name):
-    assert FEW[name].run(launches.narrow_out, "cpu", {"rows": 2, "columns": 16})
+    assert FEW[name].run(narrow_out.PORTABLE, "cpu", StripTile(rows=2, columns=16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -72,8 +74,8 @@ def test_transpose(shape, dtype):
     x, last = torch.randn(shape).to(dtype), torch.channels_last if len(shape) == 4 else torch.channels_last_3d
     there = torch.empty_like(x, memory_format=last)
     back = torch.empty_like(x)
-    assert launches.transpose(x, there)
-    assert launches.transpose(there, back)
+    assert transpose(x, there)
+    assert transpose(there, back)
     assert torch.equal(x, there)
     assert torch.equal(x, back)
-    assert not launches.transpose(x[..., ::2], there[..., ::2])
+    assert not transpose(x[..., ::2], there[..., ::2])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import turnout
-from turnout.ops.attention import _CHUNK_BYTES, ATTENTION, padding, routes
+from turnout.ops.attention import _CHUNK_BYTES, ATTENTION, flash, padding
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 
@@ -380,7 +380,7 @@ def test_torch_chooses_where_nothing_was_measured(card):
         (config,) = ATTENTION.routes[route].configs(key.problem, device)
         assert config["rows"] >= 32
         assert (
-            routes.tile_bytes(key.problem, config["rows"], config["keys"], config["stages"]) <= device.shared
+            flash.tile_bytes(key.problem, config["rows"], config["keys"], config["stages"]) <= device.shared
         )
 
 
@@ -390,7 +390,7 @@ def test_keys_are_split_where_queries_are_few():
             torch.empty(1, heads, rows, 512, device="meta"),
             torch.empty(1, heads, keys, 512, device="meta"),
         )
-        return routes.splits_of(ATTENTION.problem(q, k, k, None, False, 1.0, None, []), H200)
+        return flash.splits_of(ATTENTION.problem(q, k, k, None, False, 1.0, None, []), H200)
 
     assert splits(1, 4096, 4096) == 2
     assert splits(1, 16384, 16384) == 1

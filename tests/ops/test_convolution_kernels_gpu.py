@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.ops.convolution_calls import Call
-from turnout.ops.convolution.gpu import launches
+from turnout.ops.convolution.gpu import implicit_gemm, narrow_out
+from turnout.ops.convolution.gpu.launching import run
+from turnout.ops.convolution.gpu.operands import Geometry, Operands
 from turnout.ops.convolution.gpu.tiles import NarrowTile, Tile
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, moved
 
@@ -144,13 +146,13 @@ NARROWS = {
 @pytest.mark.parametrize("name", GEMMS)
 def test_implicit_gemm(name):
     call, tile = GEMMS[name]
-    assert call.run(launches.implicit_gemm_hopper, "cuda", tile._asdict())
+    assert call.run(implicit_gemm.HOPPER, "cuda", tile)
 
 
 @pytest.mark.parametrize("name", NARROWS)
 def test_narrow_out(name):
     call, tile = NARROWS[name]
-    assert call.run(launches.narrow_out_hopper, "cuda", tile._asdict())
+    assert call.run(narrow_out.HOPPER, "cuda", tile)
 
 
 def test_tf32_inputs_are_rounded_not_truncated():
@@ -159,9 +161,8 @@ def test_tf32_inputs_are_rounded_not_truncated():
     x = torch.randn(1, 2, 20, 40, 96, device="cuda").permute(0, 4, 1, 2, 3)
     weight = torch.randn(96, 3, 3, 3, 96, device="cuda").permute(0, 4, 1, 2, 3)
     out = torch.empty(1, 2, 20, 40, 96, device="cuda").permute(0, 4, 1, 2, 3)
-    launches.implicit_gemm_hopper(
-        x, weight, None, out, stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1), **SINGLE._asdict()
-    )
+    geometry = Geometry(stride=(1, 1, 1), padding=(1, 1, 1), dilation=(1, 1, 1))
+    run(implicit_gemm.HOPPER, Operands(x, weight, None, out), geometry, SINGLE)
     exact = torch.nn.functional.conv3d(x.double().cpu(), weight.double().cpu(), padding=1)
     assert (out.double().cpu() - exact).norm() / exact.norm() < 3.5e-4
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from turnout.launch.recording import recorded
-from turnout.ops.convolution.gpu import routes as kernel_routes
+from turnout.ops.convolution.gpu import launching
 from turnout.ops.convolution.layout import LAST
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
@@ -22,7 +22,7 @@ def clip(*shape, dtype=torch.bfloat16, spare=0):
 def launches(monkeypatch):
     """What would be launched on an H200."""
     monkeypatch.setattr(
-        kernel_routes, "torch_format", lambda input, *rest: LAST[input.dim()]
+        launching, "torch_format", lambda input, *rest: LAST[input.dim()]
     )  # cuDNN's; a CPU's depends on its kernels
     with recorded(H200) as launches:
         yield launches

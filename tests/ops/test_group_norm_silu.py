@@ -9,9 +9,17 @@ import torch.nn.functional as F
 import turnout
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO, GroupNormSilu, axes, layout
 from turnout.ops.group_norm_silu.cases import inside_border
-from turnout.ops.group_norm_silu.launches import block_of, gapped_plan, is_one_walk, parts_of, reciprocal
+from turnout.ops.group_norm_silu.guards import MOST_POSITIONS
+from turnout.ops.group_norm_silu.launches import (
+    Norm,
+    RowTile,
+    block_of,
+    gapped_plan,
+    is_one_walk,
+    parts_of,
+    reciprocal,
+)
 from turnout.ops.group_norm_silu.padded import GROUP_NORM_SILU_PAD
-from turnout.ops.group_norm_silu.routes import MOST_POSITIONS
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 from turnout.routing.device import Device
 
@@ -134,7 +142,8 @@ def test_a_plan_past_2_31_elements_has_steps_of_64_bits():
     shape = (1, 256, 33, 544, 960)
     out_strides = (35 * 546 * 962 * 256, 1, 546 * 962 * 256, 962 * 256, 256)
     strides = (33 * 544 * 960 * 256, 1, 544 * 960 * 256, 960 * 256, 256)
-    plan = gapped_plan((), "constant", shape, strides, out_strides, 32, 2, 0, 132, 64, 32, 4, 2, 24)
+    norm = Norm(shape, strides, out_strides, groups=32, itemsize=2, off=0, units=132)
+    plan = gapped_plan(norm, RowTile(walks=24))
     _, programs, numbers, constants = plan.apply
     size, walked, _, _, blocks, each, *far = numbers
     assert size == walked == 33 * 544 * 960 < MOST_POSITIONS

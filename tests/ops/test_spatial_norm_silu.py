@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import turnout
 from turnout.ops.group_norm_silu.cases_spatial import eager
-from turnout.ops.group_norm_silu.launches import spatial_plan
+from turnout.ops.group_norm_silu.launches import Modulation, Norm, RowTile, spatial_plan
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU
 
 LAST = torch.channels_last_3d
@@ -117,10 +117,9 @@ def test_cogvideox_takes_the_route_on_a_card():
 def test_the_plan_divides_by_how_often_values_are_repeated():
     strides = (128 * 9 * 32, 1, 128 * 32, 128 * 8, 128)
     small = (128 * 3 * 4, 1, 128 * 4, 128 * 2, 128)
-    shapes = ((1, 128, 9, 4, 8), (1, 128, 3, 2, 2))
-    plan = spatial_plan(
-        shapes[0], strides, strides, 32, 2, 0, shapes[1], small, small, True, 132, 64, 32, 2, 2, 6
-    )
+    norm = Norm((1, 128, 9, 4, 8), strides, strides, groups=32, itemsize=2, off=0, units=132)
+    modulation = Modulation((1, 128, 3, 2, 2), small, small, first_apart=True)
+    plan = spatial_plan(norm, modulation, RowTile(unroll=2, walks=6))
     *_, apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift = plan.apply[2]
     assert (apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift) == (1, 2**31, 2, 2**31, 1, 2**31, 2)
     assert (plan.moments[3]["U"], plan.apply[3]["U"]) == (4, 2)

@@ -16,7 +16,7 @@ from tests.walk import CPU, H200, LAUNCHING, calls, elsewhere, prepared_routes
 from turnout.launch import Launch, LaunchPlan, launcher, prepare_from_plan, runs_plan
 from turnout.launch.descriptors import described, encode, pattern
 from turnout.launch.recording import recorded
-from turnout.ops.convolution.gpu import routes as convolutions
+from turnout.ops.convolution.gpu import launching
 from turnout.ops.convolution.layout import LAST
 from turnout.routing import op as router
 from turnout.routing.op import OPS, forget_choices
@@ -88,7 +88,7 @@ def test_calls_of_models_are_direct(op, route, launches, monkeypatch):
     """Prepared calls of all cases launch what the route launches; most of them without the route's own
     function.
     """
-    monkeypatch.setattr(convolutions, "torch_format", lambda input, *rest: LAST[input.dim()])  # cuDNN's
+    monkeypatch.setattr(launching, "torch_format", lambda input, *rest: LAST[input.dim()])  # cuDNN's
     direct, requested = 0, 0
     for _, problem, args in calls_of_cases(op):
         if any(route.refuses(problem, H200)):

@@ -1,13 +1,16 @@
 """Which versions of Triton the kernels compile with, and which kernels did not compile on this machine.
 
 Tests compile every kernel with the Tritons in `COMPILED`, and run all routes on a card with the pairs in
-`VERIFIED`. With any other Triton one small kernel is compiled before a Gluon route is first taken: whether
+`verified()`. With any other Triton one small kernel is compiled before a Gluon route is first taken: whether
 that worked is kept on disk, and where it did not the route refuses. A kernel that does not compile although
 the small one did is remembered in the same way (`routing.failures`), so nobody is warned of it twice.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 from turnout.launch.direct import launcher_kind
@@ -18,7 +21,7 @@ from turnout.routing.device import Device
 
 
 class Verified(NamedTuple):
-    """All GPU tests were run in one go with these versions on this card, and so many of them passed."""
+    """All GPU tests were run with these versions on this card at one commit, and so many of them passed."""
 
     torch: str
     triton: str
@@ -31,12 +34,17 @@ class Verified(NamedTuple):
         return f"{self.passed} of {self.tests} GPU tests passed on {self.card} at commit {self.commit}"
 
 
-VERIFIED: tuple[Verified, ...] = (
-    Verified("2.11.0", "3.6.0", "NVIDIA H200", 1093, 1093, "e6b77e8"),
-    Verified("2.11.0", "3.9.0", "NVIDIA H200", 1093, 1093, "e6b77e8"),
-)
 COMPILED: tuple[versions.Version, ...] = ((3, 6), (3, 7), (3, 8), (3, 9))
 PROBE = "turnout.launch.probe_kernels:probe"
+
+
+@functools.cache
+def verified() -> tuple[Verified, ...]:
+    """The runs in which all GPU tests passed: verified.json, which `python -m benchmarks.docs_pages` writes
+    from the results.
+    """
+    runs = json.loads(Path(__file__).with_name("verified.json").read_text(encoding="utf-8"))
+    return tuple(Verified(**run) for run in runs)
 
 
 def fast_launch() -> str | None:

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import enum
 import functools
+import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -237,15 +238,18 @@ def _has_foreign_function_mode() -> bool:
     return not all(isinstance(mode, DeviceContext | Pretended) for mode in modes)
 
 
-def _flag(name: str, default: bool) -> Callable[[], bool]:
-    """Asks whether torch may use a backend of attention; `default` where this torch has no such flag."""
-    return getattr(torch._C, f"_get_{name}_sdp_enabled", lambda: default)
+def _flag(name: str) -> Callable[[], bool]:
+    """Asks whether torch may use a backend of attention; it may where this torch has no such flag."""
+    return getattr(torch._C, f"_get_{name}_sdp_enabled", lambda: True)
 
 
-_flash, _efficient, _math, _cudnn, _overrideable = (
-    _flag(name, True) for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+_flash, _efficient, _math, _cudnn, _overrideable = map(
+    _flag, ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 )
-_flash_3 = _flag("fa3", False)
+# Asks whether FlashAttention 3, 4 and so on was put in the place of torch's own: torch 2.15 knows these two.
+_replacements: list[Callable[[], bool]] = [
+    getattr(torch._C, name) for name in dir(torch._C) if re.fullmatch(r"_get_fa\d+_sdp_enabled", name)
+]
 _priority: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", list)
 
 
@@ -261,7 +265,7 @@ _ORDERS = _orders()
 
 def _all_backends_allowed() -> bool:
     """Whether the choice of a backend is left to torch: no `sdpa_kernel`, no
-    `torch.backends.cuda.enable_*_sdp`.
+    `torch.backends.cuda.enable_*_sdp`, no `torch.nn.attention.activate_flash_attention_impl`.
 
     >>> from torch.nn.attention import SDPBackend, sdpa_kernel
     >>> with sdpa_kernel(SDPBackend.MATH):
@@ -269,7 +273,10 @@ def _all_backends_allowed() -> bool:
     False
     """
     enabled = _flash() and _efficient() and _math() and _cudnn() and _overrideable()
-    return enabled and not _flash_3() and _priority() in _ORDERS
+    for is_in_use in _replacements:
+        if is_in_use():
+            return False
+    return enabled and _priority() in _ORDERS
 
 
 def _remember(key: tuple, choice: Any) -> Any:

@@ -36,9 +36,12 @@ from typing import Any
 
 import torch
 
+from turnout.routing.forks import lock_across_forks
+
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 # Whether this process is a fork: OpenMP's threads stayed in the parent, and GNU's runtime waits for them.
 _forked = False
+_not_forked = lock_across_forks()  # held while Numba compiles or is imported
 
 
 def in_shares(work: Callable[[int, int], object], parts: int) -> None:
@@ -218,10 +221,11 @@ def uninterrupted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
     What a handler raises meanwhile is raised when the function has ended. Numba needs this: a compilation or
     an import that is interrupted halfway leaves it broken for the rest of the process. On another than the
-    main thread this is a plain call.
+    main thread this is a plain call. A fork waits meanwhile: the child would find Numba's locks taken.
     """
     if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
-        return function(*args, **kwargs)
+        with _not_forked:
+            return function(*args, **kwargs)
     results: list[Any] = []
     failures: list[BaseException] = []
     turns, state = iter((None,)), bytearray(1)  # state: 0 not begun, 1 running, 2 ended
@@ -231,7 +235,8 @@ def uninterrupted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         for _ in turns:  # once, whichever thread comes first
             state[0] = 1
             try:
-                results.append(function(*args, **kwargs))
+                with _not_forked:
+                    results.append(function(*args, **kwargs))
             except BaseException as failure:
                 failures.append(failure)
             finally:

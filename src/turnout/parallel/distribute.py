@@ -17,7 +17,7 @@ from turnout.models.snapshot import REPLAYS
 from turnout.ops.group_norm_silu.blocks import grain
 from turnout.parallel import agreement
 from turnout.parallel.clips import check_clips, deal, gather_results, map_tensors
-from turnout.parallel.exchange import AXES, Engine, Exchange, parts_of
+from turnout.parallel.exchange import AXES, Engine, Exchange, levels_of, parts_of
 from turnout.parallel.fake import Fake
 from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
@@ -33,21 +33,36 @@ _AUTOENCODERS = "diffusers.models.autoencoders"
 
 class Known(NamedTuple):
     """Modules of a VAE that mix all pixels of a frame. Every rank computes them whole, but for `attention`:
-    of those whose last step that mixes pixels is attention, a rank attends from its own pixels only."""
+    of those whose last step that mixes pixels is attention, a rank attends from its own pixels only.
+
+    rest: whether the encoder drops the last row of an odd number where it halves them ("down"), or keeps it
+    ("up"); None where it takes multiples of the latents only, or it is not known."""
 
     attention: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    rest: Literal["down", "up"] | None = None
+
+
+class Cut(NamedTuple):
+    """Along which axis, in how many rows or columns of latents, and the sizes of a picture that is no
+    multiple of them (see `Exchange`)."""
+
+    axis: int
+    units: int
+    levels: dict[int, int]
 
 
 KNOWN = {
-    f"{_AUTOENCODERS}.autoencoder_kl_wan.AutoencoderKLWan": Known(("WanAttentionBlock",)),
-    f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Known(("QwenImageAttentionBlock",)),
-    f"{_AUTOENCODERS}.autoencoder_kl.AutoencoderKL": Known(("Attention",)),
-    f"{_AUTOENCODERS}.autoencoder_kl_flux2.AutoencoderKLFlux2": Known(("Attention",)),
-    f"{_AUTOENCODERS}.autoencoder_kl_hunyuan_video.AutoencoderKLHunyuanVideo": Known(
-        whole=("HunyuanVideoMidBlock3D",)
+    f"{_AUTOENCODERS}.autoencoder_kl_wan.AutoencoderKLWan": Known(("WanAttentionBlock",), rest="down"),
+    f"{_AUTOENCODERS}.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": Known(
+        ("QwenImageAttentionBlock",), rest="down"
     ),
-    f"{_AUTOENCODERS}.autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": Known(),
+    f"{_AUTOENCODERS}.autoencoder_kl.AutoencoderKL": Known(("Attention",), rest="down"),
+    f"{_AUTOENCODERS}.autoencoder_kl_flux2.AutoencoderKLFlux2": Known(("Attention",), rest="down"),
+    f"{_AUTOENCODERS}.autoencoder_kl_hunyuan_video.AutoencoderKLHunyuanVideo": Known(
+        whole=("HunyuanVideoMidBlock3D",), rest="up"
+    ),
+    f"{_AUTOENCODERS}.autoencoder_kl_cogvideox.AutoencoderKLCogVideoX": Known(rest="down"),
     f"{_AUTOENCODERS}.autoencoder_kl_ltx.AutoencoderKLLTXVideo": Known(),
     f"{_AUTOENCODERS}.autoencoder_kl_ltx2.AutoencoderKLLTX2Video": Known(),
 }
@@ -382,6 +397,9 @@ class Distribution:
             _refuse_tiling(vae)
             why = _why_whole(vae, x)
             how = None if why else self._batch(engine, vae, name, x, whole, on_part)
+            cut = None if why or how else self._cut(vae, name, x)
+            if isinstance(cut, str):
+                why = cut
             if why is not None:
                 self._agree(engine, name, x, why)
                 self._warn(why)
@@ -389,10 +407,10 @@ class Distribution:
             elif how is not None:
                 result = how()
             else:
-                axis, units = self._axis(vae, name, x)
-                self._agree(engine, name, x, f"along {axis}")
+                assert isinstance(cut, Cut)
+                self._agree(engine, name, x, f"along {cut.axis}")
                 engine.begin()
-                split = self._split(engine, axis, units)
+                split = self._split(engine, cut)
                 assert split.settings is not None
                 own = split.exchange.own(x).clone()
                 with settings.entering(split.settings), SplitMode(split):
@@ -464,25 +482,38 @@ class Distribution:
         self.agreed.clear()
         self.alike.clear()
 
-    def _axis(self, vae: Any, name: str, x: Tensor) -> tuple[int, int]:
-        """The axis along which to split, and how many rows, columns or samples of latents it has."""
+    def _cut(self, vae: Any, name: str, x: Tensor) -> Cut | str:
+        """The axis along which to split, and its rows or columns of latents; or why all is computed whole."""
         pixels = _pixels_of_a_latent(vae) if name == "encode" else 1
         names = (self.split,) if self.split in AXES else AXES
         sizes = {AXES[each]: x.shape[AXES[each]] for each in names}
-        units = {
-            axis: size // pixels
-            for axis, size in sizes.items()
-            if size % pixels == 0 and size // pixels >= self.ranks
-        }
+        up = _known(vae).rest == "up"
+        units = {axis: -(-size // pixels) if up else size // pixels for axis, size in sizes.items()}
+        units = {axis: n for axis, n in units.items() if n >= self.ranks}
         if not units:
             given = " and ".join(f"{each} {x.shape[AXES[each]]}" for each in names)
-            needed = "" if pixels == 1 else f" in multiples of {pixels}"
             raise ValueError(
-                f"{name}: {given} for {self.ranks} ranks; "
-                f"each needs at least {pixels} rows or columns{needed}: "
+                f"{name}: {given} for {self.ranks} ranks; each needs at least {pixels} rows or columns: "
                 "use fewer ranks, another split, or restore() the model"
             )
-        return min(units.items(), key=lambda unit: (self._longest(unit[1]) / unit[1], -unit[1]))
+        cuts = [Cut(axis, n, self._levels(vae, sizes[axis], pixels, n)) for axis, n in units.items()]
+        cuts = [cut for cut in cuts if cut.levels or sizes[cut.axis] % pixels == 0]
+        if not cuts:
+            of = " and ".join(f"{each} {x.shape[AXES[each]]}" for each in names)
+            return f"{of} of a picture is no multiple of {pixels}, and cannot be split as the latents are"
+        return min(cuts, key=lambda cut: (self._longest(cut.units) / cut.units, bool(cut.levels), -cut.units))
+
+    def _levels(self, vae: Any, size: int, pixels: int, units: int) -> dict[int, int]:
+        """Those of a picture that is no multiple of the latents; none for a multiple, or where it cannot be
+        split: an encoder that takes multiples only says so itself."""
+        rest = _known(vae).rest
+        in_patches = isinstance(getattr(vae.config, "patch_size", None), int)
+        if size % pixels == 0 or rest is None or in_patches or pixels & (pixels - 1):
+            return {}
+        levels = levels_of(size, pixels, up=rest == "up")
+        begin, _ = parts_of(units, self.ranks, self._grain(units))[-1]
+        of_last_rank = [whole - begin * times for times, whole in levels.items()]
+        return levels if len(set(of_last_rank)) == len(levels) and min(of_last_rank) > 0 else {}
 
     def _longest(self, units: int) -> int:
         """The rows of latents of the longest part."""
@@ -503,11 +534,13 @@ class Distribution:
             agreement.compare(engine, said)
             self.agreed.add(key)
 
-    def _split(self, engine: Engine, axis: int, units: int) -> Split:
+    def _split(self, engine: Engine, cut: Cut) -> Split:
         """The plan of a rank, which is kept: what was compared once is known."""
-        key = engine.rank, axis, units, settings.current()
+        key = engine.rank, cut.axis, cut.units, tuple(cut.levels.items()), settings.current()
         if key not in self.splits:
-            split = self.splits[key] = Split(Exchange(engine, axis, units, self._grain(units)), self.latents)
+            split = self.splits[key] = Split(
+                Exchange(engine, cut.axis, cut.units, self._grain(cut.units), cut.levels), self.latents
+            )
             split.settings = settings.split_by(split)
         self.splits[key].exchange.engine = engine
         return self.splits[key]

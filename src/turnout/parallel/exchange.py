@@ -7,7 +7,8 @@ parts without asking. How messages travel is an engine's business (`dist`, `lock
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,20 @@ def parts_of(size: int, ranks: int, grain: int = 1) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def levels_of(pixels: int, per_unit: int, *, up: bool) -> dict[int, int]:
+    """How many rows a picture of so many has where 8, 4, 2 and 1 of them stand for one of the latents: an
+    encoder halves them again and again, and drops what is left over, or, with `up`, rounds up.
+
+    >>> levels_of(36, 8, up=False), levels_of(36, 8, up=True)
+    ({8: 36, 4: 18, 2: 9, 1: 4}, {8: 36, 4: 18, 2: 9, 1: 5})
+    """
+    levels = {per_unit: pixels}
+    while per_unit > 1:
+        pixels, per_unit = (pixels + 1) // 2 if up else pixels // 2, per_unit // 2
+        levels[per_unit] = pixels
+    return levels
+
+
 class Exchange:
     """One rank's view of a split model during one call: which part it has, and how to get what others have.
 
@@ -82,6 +97,9 @@ class Exchange:
     units: how many rows (columns) the latents have in all; parts are multiples of these.
     grain: of so many of them at a time, where norms sum blocks of that size (see
     `ops.group_norm_silu.blocks`).
+    levels: where a picture is no multiple of the latents, how many rows (columns) the whole has where so many
+    stand for one of the latents, as `levels_of` has them. The last rank then has those that are left over, or
+    misses those that are not there.
 
     >>> import torch
     >>> from turnout.parallel.lockstep import Lockstep
@@ -93,7 +111,14 @@ class Exchange:
     [[0.0, 0.0, 1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 5.0, 0.0]]
     """
 
-    def __init__(self, engine: Engine, axis: int, units: int, grain: int = 1):
+    def __init__(
+        self,
+        engine: Engine,
+        axis: int,
+        units: int,
+        grain: int = 1,
+        levels: Mapping[int, int] = MappingProxyType({}),
+    ):
         if -(-units // grain) < engine.ranks:
             least = "one" if grain == 1 else str(grain)
             raise ValueError(
@@ -103,22 +128,36 @@ class Exchange:
         self.rank, self.ranks = engine.rank, engine.ranks
         self.parts = parts_of(units, engine.ranks, grain)
         self.sizes = [end - begin for begin, end in self.parts]
+        self.levels = levels
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """`[begin, end)` of each rank's part of an axis of this global size."""
-        times, rest = divmod(size, self.units)
-        if rest or not times:
-            raise ValueError(
-                f"an axis of {size}, which is split in {self.units} units, needs a multiple of them"
-            )
-        return [(begin * times, end * times) for begin, end in self.parts]
+        if self.levels:
+            times = next((times for times, whole in self.levels.items() if whole == size), 0)
+        else:
+            times = 0 if size % self.units else size // self.units
+        if not times:
+            sizes = f"one of {sorted(self.levels.values())}" if self.levels else "a multiple of them"
+            raise ValueError(f"an axis of {size}, which is split in {self.units} units, needs {sizes}")
+        return self._spans(times)
+
+    def _spans(self, times: int) -> list[tuple[int, int]]:
+        """Those where so many rows stand for one of the latents."""
+        spans = [(begin * times, end * times) for begin, end in self.parts]
+        return [*spans[:-1], (spans[-1][0], self.levels.get(times, spans[-1][1]))]
 
     def times(self, size: int) -> int | None:
-        """How many rows stand for one of the latents where this rank's part has so many; None for no whole
-        number.
+        """How many rows stand for one of the latents where this rank's part has so many; None where no number
+        does.
         """
-        times, rest = divmod(size, self.sizes[self.rank])
-        return times if times and not rest else None
+        if not self.levels:
+            times, rest = divmod(size, self.sizes[self.rank])
+            return times if times and not rest else None
+        for times in self.levels:
+            begin, end = self._spans(times)[self.rank]
+            if end - begin == size:
+                return times
+        return None
 
     def global_size(self, size: int) -> int:
         """The size of an axis of which this rank has so many."""
@@ -128,7 +167,7 @@ class Exchange:
             raise ValueError(
                 f"a part of {size} rows or columns on a rank with {own} of the latents, it needs a multiple"
             )
-        return times * self.units
+        return self._spans(times)[-1][1]
 
     def own(self, x: Tensor, dim: int | None = None) -> Tensor:
         """This rank's part of a whole tensor: a view."""
@@ -194,8 +233,8 @@ class Exchange:
 
     def _need_rows(self, size: int, rows: int) -> None:
         times = self.times(size)
-        if times is None or min(self.sizes) * times < rows:
-            least = min(self.sizes) * (times or 0)
+        least = 0 if times is None else min(end - begin for begin, end in self._spans(times))
+        if least < rows:
             raise ValueError(
                 f"a halo of {rows} rows or columns where the smallest part has {least}; use fewer ranks"
             )

@@ -37,7 +37,7 @@ class Norm:
     """One kind of call of one of these ops on this rank: `part` of its own rows or columns, `whole` of all of
     them.
 
-    problem: that of the whole call; in_blocks: whether `part` gives the bits of the whole.
+    problem: that of the whole call, which takes `route`. in_blocks: whether `part` gives its bits.
     """
 
     def __init__(self, split: Split, op: Op, args: tuple):
@@ -55,6 +55,7 @@ class Norm:
         verdict = op.verdict(op.key(args)._replace(problem=self.problem))
         size = self.shape[self.exchange.axis]
         whole_blocks = not any(begin % grain(size) for begin, _ in self.exchange.spans(size))
+        self.route = verdict.chosen
         self.in_blocks = verdict.chosen in (NAME, NAME_ON_GPU) and len(self.shape) > 3 and whole_blocks
 
     def moments(self, x: Tensor, groups: int, eps: float) -> Tensor:

@@ -17,12 +17,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from turnout import ops
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
+from turnout.ops.convolution.problem import arguments
 from turnout.parallel.attention import OwnQueries
 from turnout.parallel.exchange import EDGES, Exchange, Halo, dense, empty_resized, fill_edge, strides_resized
 from turnout.parallel.norms import NORMS, Norm
@@ -147,7 +149,8 @@ class Split:
         axis = -3 if self.exchange.axis == -2 else -1
         margin = padding[axis]
         self.exchange.fill_halo(newest, margin, margin, before=margin, after=margin, edge="zeros", dim=axis)
-        args = CONV3D.arguments(x, weight, bias, padding=_resized(padding, axis, 0), residual=residual)
+        resized = _resized(padding, axis, 0)
+        args = arguments(F.conv3d, 3, x, weight, bias, padding=resized, residual=residual)
         key = (
             x.shape,
             x.stride(),
@@ -168,7 +171,7 @@ class Split:
         unbatched = (args[0] if args else kwargs["input"]).dim() == (3 if op is CONV2D else 4)
         if unbatched:
             raise NotImplementedError("a convolution without a batch in a distributed model")
-        lowered = op.arguments(*args, **kwargs)
+        lowered = arguments(convolve, 2 if op is CONV2D else 3, *args, **kwargs)
         return self.known(convolve.__name__, self._convolution(op, lowered, REFERENCE))(*lowered)
 
     def everywhere(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -310,11 +313,11 @@ class Split:
         outputs, halo = ((rows - reach - 1) // stride + 1 if is_padded else None), self.halos.get(x)
         if outputs is not None and halo is not None:  # whose last rows a stride may leave out
             own = rows - halo.before - halo.after
-            if outputs * stride != own:
+            whole_rows = exchange.global_size(own) + halo.before + halo.after
+            if exchange.global_size(outputs) != (whole_rows - reach - 1) // stride + 1:
                 raise ValueError(
                     f"a convolution of {own} rows or columns with stride {stride}, which gives {outputs}"
                 )
-            whole_rows = exchange.global_size(own) + halo.before + halo.after
         elif outputs is not None:
             whole_rows = exchange.global_size(outputs) * stride + reach + 1 - stride
             if (outputs - 1) * stride + reach + 1 != rows:
@@ -454,7 +457,8 @@ class Split:
         kind = (op.name, norm.problem)
         if not norm.in_blocks:
             self.runs_whole[kind] = True
-        return kind, Way(norm.part, norm.whole, True)
+        written = norm.names.index("out") if op.mutates else None
+        return kind, Way(norm.part, norm.whole, True, written, (norm.route,))
 
     def _chosen(self, op: Op, key: Any, chosen: str | None) -> Chosen:
         verdict = None if chosen is not None else op.verdict(key)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from turnout.routing import failures, settings, writing
+from turnout.routing import failures, mutation, settings
 from turnout.routing.case import Case, Cases
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
@@ -30,6 +29,7 @@ from turnout.routing.fallback import (
     differentiable_backward,
     tracing_state,
 )
+from turnout.routing.forks import lock_across_forks
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare, Prepared
 from turnout.routing.runtime_checks import with_runtime_checks
@@ -50,7 +50,7 @@ _MOST_CACHED = 4096  # calls, of all ops together
 _cached: collections.deque[tuple[dict, tuple]] = (
     collections.deque()
 )  # the oldest first: a dispatch cache and a key
-_cache_lock = threading.RLock()  # held to add to dispatch caches and to clear them, not to look up
+_cache_lock = lock_across_forks()  # held to add to dispatch caches and to clear them, not to look up
 _clearings = 0  # how often they were cleared: what was chosen before is not added after
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much
@@ -94,7 +94,7 @@ class Route:
     defaults.
 
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
-    in_place: arguments that may be the very memory that is written, element by element (see `writing`).
+    in_place: arguments that may be the very memory that is written, element by element (see `mutation`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an
     argument.
     grain: where the input may be cut without changing a bit, as far as that is known.
@@ -118,9 +118,15 @@ class Route:
         """A hash of the kernels' source: what was measured with other kernels does not count."""
         return code_hash(*self.kernels)
 
+    @functools.cached_property
+    def defaults(self) -> Config:
+        """The configuration that its function takes where none is given."""
+        parameters = inspect.signature(self.run).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
     def prepared(self, args: tuple, config: Config) -> Prepared:
         """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
-        prepared = Prepared(self.run, {**(inspect.unwrap(self.run).__kwdefaults__ or {}), **config})
+        prepared = Prepared(self.run, {**self.defaults, **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
         prepared.call = call or prepared.call
         return prepared
@@ -150,13 +156,13 @@ class Op:
 
     `problem_type` is a NamedTuple with all that may change the answer or the speed of a call; its `of` makes
     one from the arguments. `cost` estimates the reference in seconds; `work` counts what no route can avoid.
-    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. `arguments`
-    turns what a case makes into the reference's positional arguments.
+    `cases`: the module whose `CASES` are the op's, read when first needed; or those themselves. What a case
+    makes are the reference's arguments, or those of the public function that says so (see `public`).
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product
-    of the reference. `mutates` names the arguments a call writes into; see `writing` for what holds then. The
-    reference of such an op reads everything and allocates everything before it writes, and takes every call
-    that wants gradients. `builtin` is torch's own function where the reference does nothing but call it:
+    of the reference. `mutates` names the arguments a call writes into (see `mutation`). The reference of such
+    an op reads everything and allocates everything before it writes, and takes every call that wants
+    gradients. `builtin` is torch's own function where the reference does nothing but call it:
     chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs
     as if autocast were off), or "reference" (leave it to torch).
@@ -173,7 +179,6 @@ class Op:
         cost: Cost,
         work: Callable[[Any], Work],
         cases: str | Cases,
-        arguments: Callable[..., tuple] | None = None,
         family: Callable[[Any], tuple[Any, int]] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
@@ -187,7 +192,7 @@ class Op:
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self._cases = cases
         self.signature = inspect.signature(reference)
-        self._arguments = arguments
+        self.lowered_by: Callable[..., tuple] | None = None
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
@@ -276,8 +281,8 @@ class Op:
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple:
         """The reference's positional arguments of a case; `public.lower` has those of a public call."""
-        if self._arguments is not None:
-            return self._arguments(*args, **kwargs)
+        if self.lowered_by is not None:
+            return self.lowered_by(*args, **kwargs)
         return self.signature.bind(*args, **kwargs).args
 
     @functools.cached_property
@@ -374,7 +379,7 @@ class Op:
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
         """The reference as it is run, for arguments with the cache key of these."""
-        return writing.reference_run(self, args) if self.mutates else self.builtin or self.plain
+        return mutation.checked_reference(self, args) if self.mutates else self.builtin or self.plain
 
     def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
         """Choose anew from then on: a route for which memory was missing is tried again."""
@@ -398,8 +403,8 @@ class Op:
         given, a launch that fails is followed by the next route.
         """
         in_place = () if route is None else route.in_place
-        writes = writing.Writes(self, example_args, in_place) if self.mutates else None
-        reference = writing.reference_run(self, example_args) if self.mutates else self.plain
+        writes = mutation.WriteChecks(self, example_args, in_place) if self.mutates else None
+        reference = mutation.checked_reference(self, example_args) if self.mutates else self.plain
 
         def failed(failure: Exception, *args: Any) -> Any:
             if route is None or failures.kind_of(failure) is None:
@@ -422,7 +427,7 @@ class Op:
     def _left_to_torch(self, *args: Any) -> Any:
         """A call that no route may take, in plain PyTorch."""
         self._mind_pin(args)
-        return (writing.reference_run(self, args) if self.mutates else self.plain)(*args)
+        return (mutation.checked_reference(self, args) if self.mutates else self.plain)(*args)
 
     def _mind_pin(self, args: tuple) -> None:
         """Raise where a route is pinned and none may take the call, unless torch rewrites the program."""
@@ -734,7 +739,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
         known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
         if op.mutates:
             if known:
-                writing.refuse_self_overlap(op, args)
+                mutation.refuse_self_overlap(op, args)
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return op.reference(*args)
         return (

@@ -1,4 +1,4 @@
-"""Public functions and their calls of ops: what `explain`, `tune`, `pin` and the CLI are asked about.
+"""Register public functions with the ops they call, for `explain`, `tune`, `pin` and the command line.
 
 A public function is declared once, with the ops it may call. How its arguments become those of an op is
 written in the function itself and nowhere else: `lower` runs it up to the point where the op would choose a
@@ -7,6 +7,7 @@ route.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +22,7 @@ PUBLIC: dict[str, Public] = {}
 
 
 class Lowered(NamedTuple):
-    """What a public call asks of an op: the op, and its reference's positional arguments."""
+    """The op that a public call calls, and the positional arguments of the op's reference."""
 
     op: Op
     args: tuple
@@ -35,17 +36,20 @@ class Public(NamedTuple):
 
     @property
     def signature(self) -> inspect.Signature:
-        """That of the function, annotations as types."""
+        """The function's signature, with annotations as types."""
         return inspect.signature(self.function, eval_str=True)
 
 
-def public(*ops: Op) -> Callable[[F], F]:
-    """Declare a public function and the ops it may call; each call of it makes one call of one of them.
+def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
+    """Declare a public function and the ops it may call; each call of it calls one of them once.
 
-    The function stays as it is: nothing stands between it and its ops.
+    The function is returned unchanged, so its calls cost nothing more. of_cases: the first op's cases make
+    this function's arguments, by position.
     """
 
     def declare(function: F) -> F:
+        if of_cases:
+            ops[0].lowered_by = functools.partial(_lowered_case, function)
         PUBLIC[function.__name__] = Public(function, ops)
         settings.PINNED_TOGETHER[function.__name__] = tuple(op.name for op in ops)
         return function
@@ -54,7 +58,7 @@ def public(*ops: Op) -> Callable[[F], F]:
 
 
 def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
-    """The public function of a name or of itself, or an op that has none."""
+    """Find the public function of a name, or of the function itself; for an op without one, the op."""
     if isinstance(op, Op):
         return op
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
@@ -66,13 +70,13 @@ def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
 
 
 def op_named(op: str | Callable[..., Any] | Op) -> Op:
-    """The op of a name, of a public function or of itself; of a function with several ops, the first."""
+    """Find the op of a name or of a public function; of a function with several ops, the first."""
     function = public_named(op)
     return function if isinstance(function, Op) else function.ops[0]
 
 
 def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lowered:
-    """The op and the reference's arguments of a public call, without running it.
+    """Find the op of a public call, and the arguments of that op's reference, without running the call.
 
     An `Op`, or the name of one without a public function, takes its reference's arguments.
 
@@ -87,9 +91,22 @@ def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lower
         return Lowered(public_or_op, public_or_op.signature.bind(*args, **kwargs).args)
     function = public_or_op.function
     bound = inspect.signature(function).bind(*args, **kwargs)  # names the missing argument
+    return _lowered(function, *bound.args, **bound.kwargs)
+
+
+def _lowered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lowered:
+    """Run a public function up to the point where its op would choose a route."""
     with settings.asking():
         try:
-            function(*bound.args, **bound.kwargs)
+            function(*args, **kwargs)
         except settings.Asked as stopped:
             return Lowered(*stopped.call)
     raise AssertionError(f"{function.__name__} returned without calling one of its ops")
+
+
+def _lowered_case(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple:
+    """The reference's arguments of a call whose arguments may all be given by position."""
+    names = tuple(inspect.signature(function).parameters)
+    if len(args) > len(names):
+        raise TypeError(f"{function.__name__} takes {len(names)} arguments, {len(args)} were given")
+    return _lowered(function, **dict(zip(names, args, strict=False)), **kwargs).args

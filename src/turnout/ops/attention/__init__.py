@@ -297,13 +297,12 @@ ATTENTION = Op(
     cost=costs.reference,
     work=work,
     cases="turnout.ops.attention.cases",
-    arguments=arguments,
     family=family,
     autocast="cast",
 )
 
 
-@public(ATTENTION)
+@public(ATTENTION, of_cases=True)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@ every call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -77,6 +77,16 @@ def refuses_flash_attention(problem: Attention, device: Device, *, package: str)
         yield f"device {device.name}, this route needs compute capability 9.x or 10.x"
 
 
+def refuses_math(problem: Attention, device: Device) -> Iterator[str]:
+    # Half types are computed in float32; in float32 itself the error would exceed `close`.
+    yield from needs.needs_dtype(problem.dtype, *HALF)
+    if problem.padding is not None or problem.mask == "float":
+        yield "keys that do not count for all, this route needs all keys or a boolean mask"
+    scores = problem.batch * problem.heads * problem.rows * problem.keys
+    if scores > 2**24:
+        yield f"{scores} scores, this route needs at most {2**24}, as it writes them down"
+
+
 def needs_square_causal(problem: Attention) -> Iterator[str]:
     if problem.causal and problem.rows != problem.keys:
         yield f"causal with {problem.rows} queries and {problem.keys} keys, this route needs as many"
@@ -133,8 +143,17 @@ def _output(result: Tensor | tuple[Tensor, ...], q: Tensor) -> Tensor:
     return like_queries((result if isinstance(result, Tensor) else result[0]).transpose(1, 2), q)
 
 
-def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Scores, softmax and product as three steps."""
+def by_math(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    kv_lengths: Tensor | None,
+    lengths: list[int],
+) -> Tensor:
+    """Attention in three steps, which writes all scores to memory: for short sequences."""
     if mask is not None:
         if causal:
             mask = mask & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -146,3 +165,21 @@ def by_math(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, 
         ],
         q,
     )
+
+
+def on_all_keys(run: Callable[[Tensor, Tensor, Tensor, bool, float], Tensor]) -> Callable[..., Tensor]:
+    """A route by a kernel that takes neither a mask nor lengths: `run(q, k, v, causal, scale)`."""
+
+    def route(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool,
+        scale: float,
+        kv_lengths: Tensor | None,
+        lengths: list[int],
+    ) -> Tensor:
+        return run(q, k, v, causal, scale)
+
+    return route

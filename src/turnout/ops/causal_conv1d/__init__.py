@@ -294,22 +294,6 @@ def reference_cost(problem: CausalConv1d, device: Device) -> float | None:
     return None
 
 
-def arguments(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    if cu_seqlens is not None:
-        check_ends(cu_seqlens, x)
-    return x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
-
-
 CAUSAL_CONV1D = Op(
     "causal_conv1d",
     reference,
@@ -317,7 +301,6 @@ CAUSAL_CONV1D = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.causal_conv1d.cases",
-    arguments=arguments,
     family=family,
     autocast="ignore",
     vjp=vjp,
@@ -348,7 +331,7 @@ def causal_conv1d(
     initial_states: Tensor | None = ...,
     return_final_states: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@public(CAUSAL_CONV1D)
+@public(CAUSAL_CONV1D, of_cases=True)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.ops.causal_conv1d import arguments, cases, channel_last, reference
+from turnout.ops.causal_conv1d import CAUSAL_CONV1D, cases, channel_last, reference
 from turnout.ops.causal_conv1d.cases import BF16, DELTA, FIRST, FP32, LAST, MAMBA, MAMBA2, SPLIT
 from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.routing.case import Case, Cases, normal, seeded, small_integers
@@ -19,7 +19,7 @@ def case(*forward: Any, **options: Any) -> Case:
     call = cases.case(*forward, **options)
 
     def make(device: torch.device, seed: int) -> tuple:
-        args = arguments(*call.make(device, seed))
+        args = CAUSAL_CONV1D.arguments(*call.make(device, seed))
         x, weight, *_, ends, _, states = args
         generator = seeded(device, seed + 1)
         grad = empty_dense(x, channel_last(x)).copy_(normal(tuple(x.shape), x.dtype, device, generator))
@@ -66,7 +66,7 @@ PEERS = {"torch with forward": eager}
 
 def random_call(draw: random.Random, device: torch.device) -> tuple:
     """The backward of any valid call with a gradient of small integers."""
-    args = arguments(*cases.random_call(draw, device))
+    args = CAUSAL_CONV1D.arguments(*cases.random_call(draw, device))
     y, final = reference(*args)
     return (
         small_integers(draw, tuple(y.shape), y.dtype, device),

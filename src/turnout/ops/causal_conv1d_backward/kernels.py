@@ -28,8 +28,14 @@ def slope(a, PRECISE: tl.constexpr):
 
 @triton.jit
 def rows_back(
-    x, w, bias, seg, dy, dx, part, D, L, xb, xd, xl, wd, wk, gb, gd, gl, ob, od, ol,
-    W: tl.constexpr, V: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
+    x, w, bias,  # [B, D, L], [D, W], [D]
+    seg, dy, dx,  # [B, L] int32 with SEG, contiguous; [B, D, L] each
+    part,  # [B * tiles, W + 1, D] float32
+    D, L,  # channels, positions
+    xb, xd, xl, wd, wk,  # strides in elements: batch, channel, position; channel, tap (k)
+    gb, gd, gl, ob, od, ol,  # of dy (g) and dx (o)
+    W: tl.constexpr, V: tl.constexpr,  # taps; positions of one vector
+    BR: tl.constexpr, BV: tl.constexpr,  # channels, and vectors of positions, of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The tile of `rows`, with vectors of x on both sides and vectors of dy on the right."""
@@ -41,26 +47,27 @@ def rows_back(
     blocks = tl.cdiv(D, BR)
     b, d0, l0 = block // blocks, block % blocks * BR, tile * (BV * V)
 
-    i = tl.arange(0, BR * BV)
-    r = i // BV
-    v = (i % BV) * V
-    lanes = v[:, None] + tl.arange(0, V)[None, :]
-    d = d0 + r
-    l = (l0 + v).to(tl.int32)
-    inside = (d < D) & (l < L)
+    i = tl.arange(0, BR * BV)  # [BR*BV]
+    r = i // BV  # [BR*BV] channel within the tile
+    v = (i % BV) * V  # [BR*BV] first position within the tile
+    lanes = v[:, None] + tl.arange(0, V)[None, :]  # [BR*BV, V]
+    d = d0 + r  # [BR*BV]
+    l = (l0 + v).to(tl.int32)  # [BR*BV]
+    inside = (d < D) & (l < L)  # [BR*BV]
 
     px = (
         x + b * xb + d0 * xd + l0 * xl + ((r.to(tl.int64) * xd)[:, None] + lanes.to(tl.int64) * xl)
     )  # [BR*BV, V]
+    # [BR*BV, V]
     pg = dy + b * gb + d0 * gd + l0 * gl + ((r.to(tl.int64) * gd)[:, None] + lanes.to(tl.int64) * gl)
     if SEG:
-        ps = seg + b * L + l0 + lanes
-    xs = ()
-    gs = ()
-    ss = ()
+        ps = seg + b * L + l0 + lanes  # [BR*BV, V]
+    xs = ()  # (2P + 1) * V of [BR*BV]: x at positions l - P * V .. l + (P + 1) * V - 1
+    gs = ()  # (P + 1) * V of [BR*BV]: dy from position l on
+    ss = ()  # (2P + 1) * V of [BR*BV]: seg at the positions of xs
     for p in tl.static_range(2 * P + 1):
         n = (p - P) * V
-        ok = (inside & (l + n >= 0) & (l + n < L))[:, None]
+        ok = (inside & (l + n >= 0) & (l + n < L))[:, None]  # [BR*BV, 1]
         q = tl.multiple_of(px + n * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
         xs = xs + split_last(tl.load(q, mask=ok, other=0.0).to(tl.float32), V)
         if p >= P:
@@ -76,25 +83,25 @@ def rows_back(
     else:
         c = d
         cm = inside
-    taps = ()
+    taps = ()  # W of [BR*BV], or numbers where BR is 1
     for k in tl.static_range(W):
         taps = taps + (tl.load(w + c * wd + k * wk, mask=cm, other=0.0).to(tl.float32),)
-    zero = tl.zeros((BR * BV,), tl.float32)
+    zero = tl.zeros((BR * BV,), tl.float32)  # [BR*BV]
     if BIAS:
         zero += tl.load(bias + c, mask=cm, other=0.0).to(tl.float32)
 
     grads = ()  # g at positions l .. l + V + W - 2
-    sums = ()
+    sums = ()  # W + 1 of [BR*BV]: of g * x for each tap, and of g
     for _ in tl.static_range(W + 1):
         sums = sums + (tl.zeros((BR * BV,), tl.float32),)
     for e in tl.static_range(V + W - 1):
-        seen = ()
+        seen = ()  # W of [BR*BV]: x under each tap of output l + e
         for k in tl.static_range(W):
             t = xs[P * V + e - (W - 1) + k]
             if SEG:
                 t = tl.where(ss[P * V + e - (W - 1) + k] == ss[P * V + e], t, 0.0)
             seen = seen + (t,)
-        g = gs[e]
+        g = gs[e]  # [BR*BV]
         if SILU:
             a = zero
             for k in tl.static_range(W):
@@ -113,7 +120,7 @@ def rows_back(
                 more = more + (sums[k] + g * seen[k],)
             sums = more + (sums[W] + g,)
 
-    out = ()
+    out = ()  # V of [BR*BV]: dx
     for e in tl.static_range(V):
         acc = tl.zeros((BR * BV,), tl.float32)
         for k in tl.static_range(W):
@@ -122,26 +129,31 @@ def rows_back(
                 g = tl.where(ss[P * V + e + k] == ss[P * V + e], g, 0.0)
             acc += g * taps[W - 1 - k]
         out = out + (acc.to(dx.dtype.element_ty),)
+    # [BR*BV, V]
     po = dx + b * ob + d0 * od + l0 * ol + ((r.to(tl.int64) * od)[:, None] + lanes.to(tl.int64) * ol)
     q = tl.multiple_of(po, (1, V * dx.dtype.element_ty.primitive_bitwidth // 8))
     tl.store(q, join_last(out, V), mask=inside[:, None])
 
-    pp = part + (b * tiles + tile) * (W + 1) * D + d0 + tl.arange(0, BR)
+    pp = part + (b * tiles + tile) * (W + 1) * D + d0 + tl.arange(0, BR)  # [BR]
     for k in tl.static_range(W + 1):
-        total = tl.sum(tl.reshape(sums[k], (BR, BV)), 1)
+        total = tl.sum(tl.reshape(sums[k], (BR, BV)), 1)  # [BR]
         tl.store(pp + k * D, total, mask=d0 + tl.arange(0, BR) < D)
 
 
 @triton.jit
 def cols_back(
-    x, w, bias, seg, dy, dx, part, D, L, xb, xl, wd, wk, gb, gl, ob, ol,
-    W: tl.constexpr, V: tl.constexpr, G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr, BD: tl.constexpr,
+    x, w, bias, seg, dy, dx, part,  # as in `rows_back`, channels side by side
+    D, L,  # channels, positions
+    xb, xl, wd, wk, gb, gl, ob, ol,  # strides in elements, as in `rows_back`
+    W: tl.constexpr, V: tl.constexpr,  # taps; channels of one vector
+    G: tl.constexpr, T: tl.constexpr, STEPS: tl.constexpr,  # groups; rows of a step; steps of a group
+    BD: tl.constexpr,  # channels of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The walk of `cols`: row q completes dx of row q - (W-1), so a group of R rows walks W-1 rows
     further."""
     xl, gl, ol = tl.cast(xl, tl.int64), tl.cast(gl, tl.int64), tl.cast(ol, tl.int64)
-    R: tl.constexpr = T * STEPS - (W - 1)
+    R: tl.constexpr = T * STEPS - (W - 1)  # rows of a group
     blocks = tl.cdiv(D, BD)
     tiles = tl.cdiv(L, G * R)
     pid = tl.program_id(0).to(tl.int64)
@@ -149,14 +161,14 @@ def cols_back(
     b, tile = pid // blocks // tiles, pid // blocks % tiles
     l0 = tile * (G * R)
 
-    c = tl.arange(0, BD)
-    g0 = tl.arange(0, G) * R
-    d = (d0 + c).to(tl.int32)
+    c = tl.arange(0, BD)  # [BD]
+    g0 = tl.arange(0, G) * R  # [G]
+    d = (d0 + c).to(tl.int32)  # [BD]
     l = (l0 + g0).to(tl.int32)  # [G] first row of each group
-    end = tl.minimum(l + R, L)
-    dm = (d // V < D // V)[None, :]
+    end = tl.minimum(l + R, L)  # [G]
+    dm = (d // V < D // V)[None, :]  # [1, BD] as d < D, but constant over a vector
 
-    raw = ()
+    raw = ()  # W taps [BD], then the bias
     for k in tl.static_range(W):
         raw = raw + (tl.load(w + d.to(tl.int64) * wd + k * wk, mask=d < D, other=0.0),)
     if BIAS:
@@ -166,26 +178,26 @@ def cols_back(
     pg = dy + b * gb + l0 * gl + d0 + ((g0.to(tl.int64) * gl)[:, None] + c[None, :])
     po = dx + b * ob + l0 * ol + d0 + ((g0.to(tl.int64) * ol)[:, None] + c[None, :])
     if SEG:
-        ps = seg + b * L + l0 + g0
+        ps = seg + b * L + l0 + g0  # [G]
     xs = ()  # x of the last W-1 rows, then of the T rows at hand
     gs = ()  # g of the same rows
-    ss = ()
+    ss = ()  # seg of the same rows, [G, 1] each
     for i in tl.static_range(W - 1):
         n = i - (W - 1)
-        ok = (l + n >= 0) & (l + n < L)
+        ok = (l + n >= 0) & (l + n < L)  # [G]
         q = tl.multiple_of(px + n * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
         xs = xs + (tl.load(q, mask=ok[:, None] & dm, other=0.0),)
         gs = gs + (tl.zeros((G, BD), tl.float32),)
         if SEG:
             ss = ss + (tl.load(ps + n, mask=ok, other=-1)[:, None],)
-    sums = ()
+    sums = ()  # W + 1 of [G, BD]: of g * x for each tap, and of g
     for _ in tl.static_range(W + 1):
         sums = sums + (tl.zeros((G, BD), tl.float32),)
 
     for step in range(STEPS):
-        ds = ()
+        ds = ()  # T rows [G, BD] of dy
         for i in tl.static_range(T):
-            ok = l + step * T + i < L
+            ok = l + step * T + i < L  # [G]
             q = tl.multiple_of(px + i * xl, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
             xs = xs + (tl.load(q, mask=ok[:, None] & dm, other=0.0),)
             q = tl.multiple_of(pg + i * gl, (1, V * dy.dtype.element_ty.primitive_bitwidth // 8))
@@ -193,14 +205,14 @@ def cols_back(
             if SEG:
                 ss = ss + (tl.load(ps + i, mask=ok, other=-1)[:, None],)
         for i in tl.static_range(T):
-            here = (l + step * T + i)[:, None]
-            seen = ()
+            here = (l + step * T + i)[:, None]  # [G, 1] the row
+            seen = ()  # W of [G, BD]: x under each tap
             for k in tl.static_range(W):
                 t = xs[i + k].to(tl.float32)
                 if SEG:
                     t = tl.where(ss[i + k] == ss[i + W - 1], t, 0.0)
                 seen = seen + (t,)
-            g = ds[i].to(tl.float32)
+            g = ds[i].to(tl.float32)  # [G, BD]
             if SILU:
                 a = tl.zeros((G, BD), tl.float32)
                 if BIAS:
@@ -222,14 +234,14 @@ def cols_back(
                 more = more + (sums[k] + g * seen[k],)
             sums = more + (sums[W] + g,)
 
-            acc = tl.zeros((G, BD), tl.float32)
+            acc = tl.zeros((G, BD), tl.float32)  # dx of row `here` - (W-1)
             for k in tl.static_range(W):
                 g = gs[i + k]
                 if SEG:
                     g = tl.where(ss[i + k] == ss[i], g, 0.0)
                 acc += g * raw[W - 1 - k].to(tl.float32)[None, :]
             q = tl.multiple_of(po + (i - (W - 1)) * ol, (1, V * dx.dtype.element_ty.primitive_bitwidth // 8))
-            own = (here - (W - 1) >= l[:, None]) & (here - (W - 1) < end[:, None])
+            own = (here - (W - 1) >= l[:, None]) & (here - (W - 1) < end[:, None])  # [G, 1]
             tl.store(q, acc.to(dx.dtype.element_ty), mask=own & dm)
         px += T * xl
         pg += T * gl
@@ -240,16 +252,22 @@ def cols_back(
             ps += T
             ss = ss[T:]
 
-    pp = part + (b * tiles + tile) * (W + 1) * D + d
+    pp = part + (b * tiles + tile) * (W + 1) * D + d  # [BD]
     for k in tl.static_range(W + 1):
         tl.store(pp + k * D, tl.sum(sums[k], 0), mask=d < D)
 
 
 @triton.jit
 def edges_back(
-    x, w, bias, seg, cu, init, dy, dfinal, dx, dinit, part, D, L,
-    xb, xd, xl, wd, wk, ib, id, il, gb, gd, gl, fb, fd, fl, ob, od, ol, jb, jd, jl,
-    W: tl.constexpr, BD: tl.constexpr,
+    x, w, bias, seg,  # as in `rows_back`
+    cu,  # [sequences + 1] with PACKED: where sequences begin and end
+    init, dy, dfinal,  # [sequences, D, W - 1] with INIT; [B, D, L]; [sequences, D, W - 1] with FINAL
+    dx, dinit, part,  # as dy; as init; [sequences, W + 1, D] float32
+    D, L,  # channels, positions
+    xb, xd, xl, wd, wk,  # strides in elements, as in `rows_back`
+    ib, id, il, gb, gd, gl, fb, fd, fl,  # of init (i), dy (g), dfinal (f),
+    ob, od, ol, jb, jd, jl,  # dx (o) and dinit (j)
+    W: tl.constexpr, BD: tl.constexpr,  # taps, channels of a program
     BIAS: tl.constexpr, SILU: tl.constexpr, SEG: tl.constexpr,
     PACKED: tl.constexpr, INIT: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +280,7 @@ def edges_back(
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     n = (pid // blocks).to(tl.int64)
-    d = (pid % blocks * BD + tl.arange(0, BD)).to(tl.int64)
+    d = (pid % blocks * BD + tl.arange(0, BD)).to(tl.int64)  # [BD], as are all pointers and values below
     dm = d < D
     if PACKED:
         first, size = span(cu, n, L)
@@ -279,11 +297,11 @@ def edges_back(
     if INIT:
         pi = init + n * ib + d * id
         pj = dinit + n * jb + d * jd
-        taps = ()
+        taps = ()  # W of [BD]
         for k in tl.static_range(W):
             taps = taps + (tl.load(w + d * wd + k * wk, mask=dm, other=0.0).to(tl.float32),)
         line = ()  # positions -(W-1) .. 2W-3
-        ss = ()
+        ss = ()  # seg at the positions of `line`, numbers
         for k in tl.static_range(3 * (W - 1)):
             if k < W - 1:
                 line = line + (tl.load(pi + k * il, mask=dm, other=0.0).to(tl.float32),)
@@ -293,11 +311,11 @@ def edges_back(
             if SEG:
                 ss = ss + (tl.load(ps + max(k - (W - 1), 0), mask=max(k - (W - 1), 0) < size, other=-1),)
         gs = ()  # g at positions 0 .. 2W-3
-        sums = ()
+        sums = ()  # W + 1 of [BD]: of g * x for each tap, and of g
         for _ in tl.static_range(W + 1):
             sums = sums + (tl.zeros((BD,), tl.float32),)
         for o in tl.static_range(2 * (W - 1)):
-            seen = ()
+            seen = ()  # W of [BD]: x under each tap of output o
             for k in tl.static_range(W):
                 t = line[o + k]
                 if SEG:
@@ -355,15 +373,15 @@ def edges_back(
 @triton.jit
 def fold(part, dw, db, N, D, W: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr):
     """part [N, W + 1, D] -> dw [D, W] and db [D], always added in the same order."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)  # [BM] of the W + 1 sums of D channels
     M = (W + 1) * D
-    acc = tl.zeros((BN, BM), tl.float32)
+    acc = tl.zeros((BN, BM), tl.float32)  # [BN, BM]
     for n in range(0, N, BN):
-        row = n + tl.arange(0, BN)
-        q = part + row.to(tl.int64)[:, None] * M + m[None, :]
+        row = n + tl.arange(0, BN)  # [BN]
+        q = part + row.to(tl.int64)[:, None] * M + m[None, :]  # [BN, BM]
         acc += tl.load(q, mask=(row < N)[:, None] & (m < M)[None, :], other=0.0)
-    total = tl.sum(acc, 0)
-    k, d = m // D, m % D
+    total = tl.sum(acc, 0)  # [BM]
+    k, d = m // D, m % D  # [BM] each: tap (W: the bias), channel
     tl.store(dw + d.to(tl.int64) * W + k, total.to(dw.dtype.element_ty), mask=(m < M) & (k < W))
     if BIAS:
         tl.store(db + d, total.to(db.dtype.element_ty), mask=(m < M) & (k == W))

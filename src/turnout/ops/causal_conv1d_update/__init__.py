@@ -211,19 +211,6 @@ def reference_cost(problem: CausalConv1dUpdate, device: Device) -> float | None:
     return None
 
 
-def arguments(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    return x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices
-
-
 CAUSAL_CONV1D_UPDATE = Op(
     "causal_conv1d_update",
     reference,
@@ -231,13 +218,12 @@ CAUSAL_CONV1D_UPDATE = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.causal_conv1d_update.cases",
-    arguments=arguments,
     autocast="ignore",
     mutates=("conv_state",),
 )
 
 
-@public(CAUSAL_CONV1D_UPDATE)
+@public(CAUSAL_CONV1D_UPDATE, of_cases=True)
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,

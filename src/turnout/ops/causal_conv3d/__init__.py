@@ -172,38 +172,6 @@ def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
     return None if seconds is None else seconds + joining
 
 
-def arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    cache: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    pad_mode: str = "zeros",
-    return_cache: bool = False,
-    residual: Tensor | None = None,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    if pad_mode not in PAD_MODES:
-        raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
-    if input.dim() == 4:
-        input, cache, residual = (None if x is None else x.unsqueeze(0) for x in (input, cache, residual))  # pyright: ignore[reportAssignmentType]
-    return (
-        input,
-        weight,
-        bias,
-        cache,
-        spread(stride, 3),
-        spread(padding, 2),
-        spread(dilation, 3),
-        groups,
-        pad_mode,
-        residual,
-    )
-
-
 CAUSAL_CONV3D = Op(
     "causal_conv3d",
     reference,
@@ -211,7 +179,6 @@ CAUSAL_CONV3D = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.causal_conv3d.cases",
-    arguments=arguments,
     family=family,
     autocast="cast",
     vjp=vjp,
@@ -249,7 +216,7 @@ def causal_conv3d(
     residual: Tensor | None = ...,
     return_cache: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@public(CAUSAL_CONV3D)
+@public(CAUSAL_CONV3D, of_cases=True)
 def causal_conv3d(
     input: Tensor,
     weight: Tensor,
@@ -287,24 +254,18 @@ def causal_conv3d(
     >>> turnout.causal_conv3d(clip[:, :, 2:], weight, cache=cache).flatten()
     tensor([ 6.,  9., 12.])
     """
-    y = CAUSAL_CONV3D(
-        *arguments(
-            input,
-            weight,
-            bias,
-            cache=cache,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            groups=groups,
-            pad_mode=pad_mode,
-            residual=residual,
-        )
-    )
+    if pad_mode not in PAD_MODES:
+        raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
+    clips, before, beside = input, cache, residual
+    if input.dim() == 4:
+        clips = input.unsqueeze(0)
+        before, beside = (None if x is None else x.unsqueeze(0) for x in (cache, residual))
+    numbers = (spread(stride, 3), spread(padding, 2), spread(dilation, 3))
+    y = CAUSAL_CONV3D(clips, weight, bias, before, *numbers, groups, pad_mode, beside)
     y = y.squeeze(0) if input.dim() == 4 else y
-    return (
-        (y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])) if return_cache else y
-    )
+    if not return_cache:
+        return y
+    return y, next_cache(input, cache, (weight.shape[2] - 1) * spread(dilation, 3)[0])
 
 
 def next_cache(input: Tensor, cache: Tensor | None, before: int) -> Tensor:

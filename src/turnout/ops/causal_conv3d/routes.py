@@ -9,23 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from turnout.launch import LaunchPlan
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D, CausalConv3d, with_frames_before
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
-from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, NARROW, NARROW_HOPPER, Lowering
-from turnout.ops.convolution.gpu.routes import (
-    clip_strides,
-    known_output,
-    launch_into,
-    one_launch,
-    prepare_by,
-    task_of,
-)
+from turnout.ops.convolution.gpu.declared import KERNELS, Kernel, kernel_strides, task_of
+from turnout.ops.convolution.gpu.launching import empty_output, known_output, launch_into, one_launch
+from turnout.ops.convolution.gpu.lowering import Lowering
+from turnout.ops.convolution.gpu.operands import Geometry, Operands
+from turnout.ops.convolution.gpu.routes import declare
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
@@ -57,7 +51,7 @@ def refuses_depth_taps(problem: CausalConv3d, device: Device) -> Iterator[str]:
     yield from guards.refuses_depth_taps(problem.padded, device, frames)
 
 
-def joined(cost: Cost) -> Cost:
+def cost_of_joined(cost: Cost) -> Cost:
     """Add to a cost of conv3d that of the copy that joins all frames."""
 
     def seconds(problem: CausalConv3d, device: Device) -> float | None:
@@ -79,86 +73,45 @@ def depth_taps_cost(problem: CausalConv3d, device: Device) -> float | None:
     return None if seconds is None else seconds + 2 * problem.convolution.weight[2] * per_call
 
 
-def joined_then(
-    method: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    *rest,
-) -> Tensor:
-    stride, padding, dilation, groups, pad_mode, residual = rest
-    whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
-    y = method(whole, weight, bias, stride, [0, *padding], dilation, groups)
-    return finished(y, residual, plain_format(input, weight))
+def of_joined(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A route that joins all frames, then convolves them by a method of conv3d."""
+
+    def route(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cache: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        pad_mode: str,
+        residual: Tensor | None,
+    ) -> Tensor:
+        whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
+        y = method(whole, weight, bias, stride, [0, *padding], dilation, groups)
+        return finished(y, residual, plain_format(input, weight))
+
+    return route
 
 
-@CAUSAL_CONV3D.route(
+CAUSAL_CONV3D.route(
     "channels-last",
     refuses=of_padded(guards.refuses_channels_last),
-    cost=joined(costs.channels_last_cost),
+    cost=cost_of_joined(costs.channels_last_cost),
     **IN_TORCH,
-)
-def with_channels_last(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-) -> Tensor:
-    return joined_then(
-        in_channels_last, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
-    )
-
-
-@CAUSAL_CONV3D.route(
-    "upcast", refuses=of_padded(guards.refuses_upcast), cost=joined(costs.upcast_cost), **IN_TORCH
-)
-def with_float32(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-) -> Tensor:
-    return joined_then(
-        in_float32, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
-    )
-
-
-@CAUSAL_CONV3D.route(
+)(of_joined(in_channels_last))
+CAUSAL_CONV3D.route(
+    "upcast", refuses=of_padded(guards.refuses_upcast), cost=cost_of_joined(costs.upcast_cost), **IN_TORCH
+)(of_joined(in_float32))
+CAUSAL_CONV3D.route(
     "winograd",
     refuses=of_padded(guards.refuses_winograd),
-    cost=joined(costs.winograd_cost),
+    cost=cost_of_joined(costs.winograd_cost),
     numerics="close",
     version=1,
     kernels=WINOGRAD_KERNELS,
-)
-def with_winograd(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-) -> Tensor:
-    return joined_then(
-        by_winograd, input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual
-    )
+)(of_joined(by_winograd))
 
 
 @CAUSAL_CONV3D.route("depth-taps", refuses=refuses_depth_taps, cost=depth_taps_cost, **IN_TORCH)
@@ -196,16 +149,16 @@ def causal_task(problem: CausalConv3d) -> Task:
     cached = 0 if cache is None else min(cache.shape[2], before)
     return task_of(problem.padded)._replace(
         x=convolution.input,
-        x_strides=clip_strides(convolution.input, convolution.input_strides),
+        x_strides=kernel_strides(convolution.input, convolution.input_strides),
         padding=(before, *convolution.padding[1:]),
         cache=cached,
-        cache_strides=clip_strides(cache.shape, cache.strides) if cache is not None and cached else None,
+        cache_strides=kernel_strides(cache.shape, cache.strides) if cache is not None and cached else None,
         pad_mode=problem.pad_mode,
     )
 
 
-def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
-    """The keywords that declare a route by this kernel."""
+def guard_and_cost(kernel: Kernel) -> dict[str, Any]:
+    """What a route by this kernel refuses, costs and offers."""
 
     def refuses(problem: CausalConv3d, device: Device) -> Iterator[str]:
         why = problem.invalid()
@@ -216,24 +169,13 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
             yield why
 
     def cost(problem: CausalConv3d, device: Device) -> float | None:
-        around = costs.around(
-            problem.convolution._replace(residual=None, padding=problem.padded.padding), device
-        )
-        return kernel.cost(causal_task(problem), around, device)
+        padded = problem.convolution._replace(residual=None, padding=problem.padded.padding)
+        return kernel.cost(causal_task(problem), costs.around(padded, device), device)
 
     def configs(problem: CausalConv3d, device: Device) -> list[Config]:
         return kernel.configs(kernel.widened(causal_task(problem)), device)
 
-    return {
-        "refuses": refuses,
-        "cost": cost,
-        "configs": configs,
-        "prepare": prepare_by(plan_causal, kernel),
-        "numerics": "close",
-        "version": 1,
-        "kernels": kernel.kernels,
-        "grain": kernel.grain,
-    }
+    return {"refuses": refuses, "cost": cost, "configs": configs}
 
 
 def convolved(
@@ -255,24 +197,9 @@ def convolved(
     cached = 0 if cache is None else min(cache.shape[2], before)
     if cache is not None and cached != cache.shape[2]:
         cache = cache[:, :, cache.shape[2] - cached :]
-    shape = known_output(
-        with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation)
-    )
-    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
-    launch_into(
-        lowering,
-        input,
-        weight,
-        bias,
-        out,
-        stride,
-        [before, *padding],
-        dilation,
-        residual,
-        config,
-        cache if cached else None,
-        pad_mode,
-    )
+    out = empty_output(causal_shape(input.shape, weight.shape, stride, padding, dilation), input)
+    operands = Operands(input, weight, bias, out, residual, cache if cached else None)
+    launch_into(lowering, operands, Geometry(stride, (before, *padding), dilation, pad_mode), config)
     return output_in(out, known_format(input, weight))
 
 
@@ -297,129 +224,25 @@ def plan_causal(
     before = (weight.shape[2] - 1) * dilation[0]
     if (cache is not None and not 0 < cache.shape[2] <= before) or known_format(input, weight) != LAST[5]:
         return None
-    shape = known_output(
-        with_frames(input.shape, before), weight.shape, tuple(stride), (0, *padding), tuple(dilation)
-    )
-    out = torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=LAST[5])
-    launch = one_launch(
-        lowering,
-        input,
-        weight,
-        bias,
-        out,
-        stride,
-        (before, *padding),
-        dilation,
-        residual,
-        config,
-        cache,
-        pad_mode,
-    )
+    out = empty_output(causal_shape(input.shape, weight.shape, stride, padding, dilation), input)
+    operands = Operands(input, weight, bias, out, residual, cache)
+    geometry = Geometry(stride, (before, *padding), dilation, pad_mode)
+    launch = one_launch(lowering, operands, geometry, config)
     return None if launch is None else LaunchPlan((launch,), out)
 
 
-def with_frames(shape: Sequence[int], before: int) -> tuple[int, ...]:
-    """The shape of a clip `[N, C, D, H, W]` with `before` more frames."""
-    return (*shape[:2], shape[2] + before, *shape[3:])
+def causal_shape(
+    input: Sequence[int],
+    weight: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[int, ...]:
+    """The output's shape, for an input `[N, C, D, H, W]` and a weight `[F, C, KD, KH, KW]`."""
+    frames = input[2] + (weight[2] - 1) * dilation[0]  # with those before the first
+    whole = (*input[:2], frames, *input[3:])
+    return known_output(whole, weight, tuple(stride), (0, *padding), tuple(dilation))
 
 
-@CAUSAL_CONV3D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
-def with_implicit_gemm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-    *,
-    pixels: int = 64,
-    filters: int = 32,
-    channels: int = 32,
-    warps: int = 4,
-) -> Tensor:
-    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(GEMM, *call, pixels=pixels, filters=filters, channels=channels, warps=warps)
-
-
-@CAUSAL_CONV3D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
-def with_implicit_gemm_hopper(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-    *,
-    share: str = "depth",
-    slots: int = 1,
-    rows: int = 8,
-    columns: int = 16,
-    channels: int = 32,
-    filters: int = 64,
-    stages: int = 3,
-    from_registers: bool = False,
-) -> Tensor:
-    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(
-        GEMM_HOPPER,
-        *call,
-        share=share,
-        slots=slots,
-        rows=rows,
-        columns=columns,
-        channels=channels,
-        filters=filters,
-        stages=stages,
-        from_registers=from_registers,
-    )
-
-
-@CAUSAL_CONV3D.route("narrow-out", **declaration(kernels.NARROW_OUT))
-def with_narrow_out(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-    *,
-    rows: int = 16,
-    columns: int = 128,
-    warps: int = 4,
-) -> Tensor:
-    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(NARROW, *call, rows=rows, columns=columns, warps=warps)
-
-
-@CAUSAL_CONV3D.route("narrow-out-hopper", **declaration(kernels.NARROW_OUT_HOPPER))
-def with_narrow_out_hopper(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cache: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    pad_mode: str,
-    residual: Tensor | None,
-    *,
-    share: str = "depth",
-    slots: int = 1,
-    channels: int = 32,
-    stages: int = 3,
-) -> Tensor:
-    call = (input, weight, bias, cache, stride, padding, dilation, groups, pad_mode, residual)
-    return convolved(NARROW_HOPPER, *call, share=share, slots=slots, channels=channels, stages=stages)
+for name, kernel in KERNELS.items():
+    declare(CAUSAL_CONV3D, name, kernel, convolved, plan_causal, **guard_and_cost(kernel))

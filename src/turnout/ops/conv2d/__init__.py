@@ -7,63 +7,20 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.ops.convolution import problem as shared
-from turnout.ops.convolution.costs import family, reference_cost, work
-from turnout.ops.convolution.gradients import convolution_vjp
-from turnout.ops.convolution.layout import with_residual
-from turnout.routing.op import Op
+from turnout.ops.convolution.declaration import convolution_op
+from turnout.ops.convolution.problem import Conv2d, Padding, arguments
 from turnout.routing.public import public
 
-
-def reference(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    return with_residual(F.conv2d(input, weight, bias, stride, padding, dilation, groups), residual)
+CONV2D = convolution_op("conv2d", F.conv2d, Conv2d)
 
 
-def arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: shared.Padding = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-    residual: Tensor | None = None,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    return shared.arguments(F.conv2d, 2, input, weight, bias, stride, padding, dilation, groups, residual)
-
-
-CONV2D = Op(
-    "conv2d",
-    reference,
-    problem_type=shared.Conv2d,
-    cost=reference_cost,
-    work=work,
-    cases="turnout.ops.conv2d.cases",
-    arguments=arguments,
-    family=family,
-    autocast="cast",
-    vjp=convolution_vjp,
-    ambient=shared.torch_settings,
-)
-
-
-@public(CONV2D)
+@public(CONV2D, of_cases=True)
 def conv2d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: int | Sequence[int] = 1,
-    padding: shared.Padding = 0,
+    padding: Padding = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     *,
@@ -81,5 +38,6 @@ def conv2d(
               [6., 9., 6.],
               [4., 6., 4.]]]])
     """
-    y = CONV2D(*arguments(input, weight, bias, stride, padding, dilation, groups, residual))
+    call = (input, weight, bias, stride, padding, dilation, groups, residual)
+    y = CONV2D(*arguments(F.conv2d, 2, *call))
     return y.squeeze(0) if input.dim() == 3 else y

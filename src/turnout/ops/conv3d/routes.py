@@ -6,42 +6,17 @@ from torch import Tensor
 
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution import routes as shared
-from turnout.ops.convolution.gpu import routes as kernels
+from turnout.ops.convolution.gpu.routes import declare_kernels
 from turnout.ops.convolution.layout import torch_format
 from turnout.ops.convolution.methods import by_depth_chunks, by_depth_taps
 from turnout.ops.convolution.problem import Conv3d
+from turnout.ops.convolution.routes import DEPTH_TAPS, IN_TORCH, by, declare_shared, finished
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
-CONV3D.route("channels-last", **shared.CHANNELS_LAST)(shared.with_channels_last)
-CONV3D.route("pointwise", **shared.POINTWISE)(shared.with_matmul)
-CONV3D.route("one-dnn", **shared.ONE_DNN)(shared.with_one_dnn)
-CONV3D.route("upcast", **shared.UPCAST)(shared.with_float32)
-CONV3D.route("winograd", **shared.WINOGRAD)(shared.with_winograd)
-CONV3D.route("implicit-gemm", **kernels.declaration(kernels.IMPLICIT_GEMM))(kernels.with_implicit_gemm)
-CONV3D.route("implicit-gemm-hopper", **kernels.declaration(kernels.IMPLICIT_GEMM_HOPPER))(
-    kernels.with_implicit_gemm_hopper
-)
-CONV3D.route("narrow-out", **kernels.declaration(kernels.NARROW_OUT))(kernels.with_narrow_out)
-CONV3D.route("narrow-out-hopper", **kernels.declaration(kernels.NARROW_OUT_HOPPER))(
-    kernels.with_narrow_out_hopper
-)
-
-
-@CONV3D.route("depth-taps", **shared.DEPTH_TAPS)
-def depth_taps(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    call = (input, weight, bias, stride, padding, dilation, groups)
-    return shared.finished(by_depth_taps(*call), residual, torch_format(*call))
+declare_shared(CONV3D)
+declare_kernels(CONV3D)
+CONV3D.route("depth-taps", **DEPTH_TAPS)(by(by_depth_taps))
 
 
 def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
@@ -54,7 +29,7 @@ def groups_of_frames(problem: Conv3d, device: Device) -> list[Config]:
     refuses=guards.refuses_depth_chunks,
     cost=costs.depth_chunks_cost,
     configs=groups_of_frames,
-    **shared.IN_TORCH,
+    **IN_TORCH,
 )
 def depth_chunks(
     input: Tensor,
@@ -69,4 +44,4 @@ def depth_chunks(
     frames: int = 8,
 ) -> Tensor:
     call = (input, weight, bias, stride, padding, dilation, groups)
-    return shared.finished(by_depth_chunks(*call, torch_format(*call), frames), residual, torch_format(*call))
+    return finished(by_depth_chunks(*call, torch_format(*call), frames), residual, torch_format(*call))

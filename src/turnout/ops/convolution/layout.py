@@ -106,7 +106,7 @@ def moved(x: Tensor, format: torch.memory_format) -> Tensor:
         return x
     if x.device.type != "cuda" or x.is_contiguous(memory_format=format) or not has_package("triton"):
         return in_format(x, format)
-    from turnout.ops.convolution.gpu.launches import transpose
+    from turnout.ops.convolution.gpu.packing import transpose
 
     out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
     return out if transpose(x, out) else out.copy_(x)

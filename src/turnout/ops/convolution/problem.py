@@ -233,12 +233,12 @@ def arguments(
     dimensions: int,
     input: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    stride: int | Sequence[int],
-    padding: Padding,
-    dilation: int | Sequence[int],
-    groups: int,
-    residual: Tensor | None,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: Padding = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    residual: Tensor | None = None,
 ) -> tuple:
     """The reference's arguments of a public call: numbers for every dimension, a batch, no words.
 

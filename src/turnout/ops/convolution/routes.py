@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
-from turnout.ops.convolution.layout import FIRST, in_format, output_in, torch_format
-from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, vendor
-from turnout.routing.device import Device
+from turnout.ops.convolution.layout import output_in, torch_format
+from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, in_one_dnn
+from turnout.routing.op import Op
 from turnout.routing.outputs import returns_own
 
 # Torch's kernels do the work; on a GPU ours copies from one memory format to the other.
@@ -45,78 +46,29 @@ def finished(y: Tensor, residual: Tensor | None, format: torch.memory_format) ->
     return y if residual is None else y.add_(residual.to(y.dtype))
 
 
-def with_channels_last(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    call = (input, weight, bias, stride, padding, dilation, groups)
-    return finished(in_channels_last(*call), residual, torch_format(*call))
+def by(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A route of conv2d or conv3d by a method, which gives the values in whatever layout."""
+
+    def route(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+        residual: Tensor | None,
+    ) -> Tensor:
+        call = (input, weight, bias, stride, padding, dilation, groups)
+        return finished(method(*call), residual, torch_format(*call))
+
+    return route
 
 
-def with_one_dnn(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    """Channels first: there oneDNN adds up as carefully as torch's own loop does, with AVX-512. Without it
-    sums begin with the bias, which is lost in their last digits (1.8 times the error where it is as large as
-    they are)."""
-    first, late = (bias, None) if Device.of(input.device).has_avx512 else (None, bias)
-    y = vendor(in_format(input, FIRST), in_format(weight, FIRST), first, stride, padding, dilation, groups)
-    if late is not None:
-        y = y.add_(late.view(-1, *[1] * len(stride)))
-    return finished(y, residual, torch_format(input, weight, bias, stride, padding, dilation, groups))
-
-
-def with_float32(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    call = (input, weight, bias, stride, padding, dilation, groups)
-    return finished(in_float32(*call), residual, torch_format(*call))
-
-
-@returns_own
-def with_matmul(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
-    return finished(by_matmul(input, weight, bias, stride, padding), residual, format)
-
-
-def with_winograd(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    residual: Tensor | None,
-) -> Tensor:
-    call = (input, weight, bias, stride, padding, dilation, groups)
-    return finished(by_winograd(*call), residual, torch_format(*call))
+def declare_shared(op: Op) -> None:
+    """Declare the routes that conv2d and conv3d have in common, but for those by our own GPU kernels."""
+    op.route("channels-last", **CHANNELS_LAST)(by(in_channels_last))
+    op.route("pointwise", **POINTWISE)(returns_own(by(by_matmul)))
+    op.route("one-dnn", **ONE_DNN)(by(in_one_dnn))
+    op.route("upcast", **UPCAST)(by(in_float32))
+    op.route("winograd", **WINOGRAD)(by(by_winograd))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from turnout.ops.group_norm_silu import (
     GROUP_NORM_SILU_INTO,
     LARGE_ON_CPU,
     MOST_AXES,
-    GroupNormSilu,
+    guards,
 )
-from turnout.ops.group_norm_silu import routes as shared
 from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums, steps_of
 from turnout.ops.group_norm_silu.blocks import (
     Where,
@@ -34,33 +33,26 @@ from turnout.ops.group_norm_silu.blocks import (
 )
 from turnout.ops.group_norm_silu.padded import (
     GROUP_NORM_SILU_PAD,
-    GroupNormSiluPad,
     fill_border,
     inside_of,
     padded_shape,
     padded_strides,
 )
+from turnout.ops.group_norm_silu.routes import INTO
 from turnout.ops.group_norm_silu.spatial import SPATIAL_NORM_SILU, SpatialNormSilu
 from turnout.ops.layouts import folded
 from turnout.routing.device import Device
+
+if TYPE_CHECKING:
+    from turnout.ops.group_norm_silu.guards import AnyNorm
 
 NAME = "cpu-block-sums"
 NAME_ON_GPU = "block-sums"
 
 
-def refuses_anywhere(
-    problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device
-) -> Iterator[str]:
+def refuses_anywhere(problem: AnyNorm, device: Device) -> Iterator[str]:
     yield from needs.needs_numba(device)
-    if problem.elements == 0:
-        yield "nothing to normalise, this route needs at least one element"
-    yield from needs.needs_half_or_single(
-        x=problem.dtype, weight=problem.weight_dtype, bias=problem.bias_dtype
-    )
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(problem.shape, problem.out_strides, strict=False)
-    ):
-        yield "an output whose elements share memory, this route needs one place for each"
+    yield from guards.refuses_any_call(problem)
     sizes, _ = folded(problem.shape[2:], problem.strides[2:], problem.out_strides[2:])
     if len(sizes) > MOST_AXES:
         yield f"positions in {len(sizes)} dimensions that do not fold, this route needs at most {MOST_AXES}"
@@ -71,7 +63,7 @@ def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
     yield from needs.needs_half_or_single(scale=problem.scale_dtype, shift=problem.shift_dtype)
 
 
-def cost(problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device) -> float | None:
+def cost(problem: AnyNorm, device: Device) -> float | None:
     """Measured on one core, see NOTES.md: an element, a pixel, a channel of a block, the host."""
     if device.type != "cpu":
         return None
@@ -169,10 +161,8 @@ def in_blocks_scaled(
 # Routes on a GPU. Not measured: they have no cost, so that nothing but a pin or a measured row chooses them.
 
 
-def refuses_on_gpu(
-    problem: GroupNormSilu | GroupNormSiluPad | SpatialNormSilu, device: Device
-) -> Iterator[str]:
-    yield from shared.refuses_on_gpu(problem, device)
+def refuses_on_gpu(problem: AnyNorm, device: Device) -> Iterator[str]:
+    yield from guards.refuses_on_gpu(problem, device)
     channels = problem.shape[1]
     if channels == 1 or (problem.strides[1], problem.out_strides[1]) != (1, 1):
         yield f"x with strides {list(problem.strides)}, this route needs more than one channel, side by side"
@@ -182,7 +172,7 @@ def refuses_on_gpu(
                 f"{name} with strides {list(strides)}, "
                 "this route needs dimensions before the rows that are one walk"
             )
-    yield from shared.refuses_sizes(channels // problem.groups, prod(problem.shape[2:]))
+    yield from guards.refuses_sizes(channels // problem.groups, prod(problem.shape[2:]))
 
 
 def no_cost(problem: Any, device: Device) -> None:
@@ -216,7 +206,7 @@ def on_gpu(
     return norm_on_gpu(x, groups, weight, bias, eps, silu, torch.empty_like(x))
 
 
-@GROUP_NORM_SILU_INTO.route(NAME_ON_GPU, in_place=("x",), fails_before_writing=True, **ON_GPU)
+@GROUP_NORM_SILU_INTO.route(NAME_ON_GPU, **ON_GPU, **INTO)
 def on_gpu_into(
     x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, out: Tensor, eps: float, silu: bool
 ) -> None:

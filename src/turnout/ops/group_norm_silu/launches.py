@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from turnout.launch import Launch, LaunchPlan, Workspace
-from turnout.ops.group_norm_silu import MOST_AXES, Axis, axes, positions
+from turnout.ops.group_norm_silu import MOST_AXES, axes, positions
 from turnout.ops.group_norm_silu.spatial import repeats
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
@@ -21,6 +21,44 @@ from turnout.routing.device import Device
 from turnout.routing.prepared import worked_out_once
 
 MOMENTS = 3  # numbers that a part leaves for each group
+
+
+class Norm(NamedTuple):
+    """All that a plan follows from besides its tile: sizes and strides `[B, C, ...]`, and the device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    groups: int
+    itemsize: int  # of the widest elements
+    off: int  # bits in which addresses are off a multiple of a vector's bytes
+    units: int  # multiprocessors
+
+    @property
+    def group_channels(self) -> int:
+        return self.shape[1] // self.groups
+
+
+class RowTile(NamedTuple):
+    """Channels side by side: `unroll` tiles of `rows` rows and about `columns` channels at a time; `waves`
+    and `walks` programs for each multiprocessor take moments and apply them."""
+
+    columns: int = 64
+    rows: int = 32
+    unroll: int = 4
+    waves: int = 2
+    walks: int = 4
+    warps: int = 8
+
+
+class PlaneTile(NamedTuple):
+    """Positions side by side: `unroll` tiles of `lanes` positions at a time; `waves` programs for each
+    multiprocessor take moments."""
+
+    lanes: int = 1024
+    unroll: int = 4
+    waves: int = 4
+    warps: int = 4
 
 
 class Plan(NamedTuple):
@@ -50,80 +88,57 @@ def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
 
 
 @worked_out_once
-def rows_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    groups: int,
-    itemsize: int,
-    off: int,
-    units: int,
-    columns: int,
-    rows: int,
-    unroll: int,
-    waves: int,
-    walks: int,
-) -> Plan:
-    """Channels side by side: `waves` and `walks` programs for each multiprocessor take moments and apply
-    them, `unroll` tiles of `rows` rows and about `columns` channels at a time."""
+def rows_plan(norm: Norm, tile: RowTile) -> Plan:
+    """Channels side by side, at positions that are one walk."""
     from turnout.ops.group_norm_silu.kernels import row_apply, row_moments
 
-    where = positions(shape, strides, out_strides)
+    where = positions(norm.shape, norm.strides, norm.out_strides)
     assert where is not None
-    (batch, channels), each = shape[:2], shape[1] // groups
-    together, wide, blocks = block_of(channels, groups, columns)
-    steps = ceil_div(where.size, rows * unroll)
-    parts = parts_of(steps, units * waves // (batch * blocks))
-    programs = min(steps, max(1, units * walks // (batch * blocks)))
-    far = (strides[0], where.x_step, out_strides[0], where.out_step)
-    vector = widest_vector(itemsize, off, channels if each == wide else each, *far)
-    tile = {"CG": each, "GB": together, "CB": wide, "BP": rows, "U": unroll, "V": vector}
+    (batch, channels), groups, each = norm.shape[:2], norm.groups, norm.group_channels
+    together, wide, blocks = block_of(channels, groups, tile.columns)
+    steps = ceil_div(where.size, tile.rows * tile.unroll)
+    parts = parts_of(steps, norm.units * tile.waves // (batch * blocks))
+    programs = min(steps, max(1, norm.units * tile.walks // (batch * blocks)))
+    far = (norm.strides[0], where.x_step, norm.out_strides[0], where.out_step)
+    vector = widest_vector(norm.itemsize, norm.off, channels if each == wide else each, *far)
+    constants = {"CG": each, "GB": together, "CB": wide, "BP": tile.rows, "U": tile.unroll, "V": vector}
     return Plan(
         batch * parts * MOMENTS * groups,
-        (row_moments, batch * parts * blocks, (where.size, groups, parts, blocks, *far[:2]), tile),
+        (row_moments, batch * parts * blocks, (where.size, groups, parts, blocks, *far[:2]), constants),
         (
             row_apply,
             batch * programs * blocks,
             (where.size, groups, parts, blocks, programs, *far),
-            {**tile, "PARTS": parts},
+            {**constants, "PARTS": parts},
         ),
     )
 
 
 @worked_out_once
-def planes_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    groups: int,
-    itemsize: int,
-    off: int,
-    units: int,
-    lanes: int,
-    unroll: int,
-    waves: int,
-) -> Plan:
-    """Positions side by side: `waves` programs for each multiprocessor take moments, `unroll` tiles of
-    `lanes` positions at a time; then every program applies them to as many of one channel."""
+def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
+    """Positions side by side: every program of the second kernel applies moments to as many positions of one
+    channel as one of the first reads at a time."""
     from turnout.ops.group_norm_silu.kernels import plane_apply, plane_moments
 
-    where = positions(shape, strides, out_strides)
+    where = positions(norm.shape, norm.strides, norm.out_strides)
     assert where is not None
-    (batch, width), each, span = shape[:2], shape[1] // groups, lanes * unroll
-    one_line = strides[1] == where.size
+    (batch, width), groups, each = norm.shape[:2], norm.groups, norm.group_channels
+    span = tile.lanes * tile.unroll
+    one_line = norm.strides[1] == where.size
     steps = ceil_div(where.size * each, span) if one_line else each * ceil_div(where.size, span)
-    parts = parts_of(steps, units * waves // (batch * groups))
-    far = (*strides[:2], *out_strides[:2])
-    tile = {"BP": lanes, "U": unroll, "V": widest_vector(itemsize, off, where.size, *far), "DENSE": one_line}
+    parts = parts_of(steps, norm.units * tile.waves // (batch * groups))
+    far = (*norm.strides[:2], *norm.out_strides[:2])
+    vector = widest_vector(norm.itemsize, norm.off, where.size, *far)
+    constants = {"BP": tile.lanes, "U": tile.unroll, "V": vector, "DENSE": one_line}
     programs = batch * width * ceil_div(where.size, span)
     return Plan(
         batch * groups * parts * MOMENTS,
-        (plane_moments, batch * groups * parts, (where.size, groups, each, parts, *far[:2]), tile),
+        (plane_moments, batch * groups * parts, (where.size, groups, each, parts, *far[:2]), constants),
         (
             plane_apply,
             programs,
             (where.size, width, groups, each, parts, *far),
-            {**tile, "PARTS": parts, "STAT_TILE": span},
+            {**constants, "PARTS": parts, "STAT_TILE": span},
         ),
     )
 
@@ -161,207 +176,104 @@ def is_one_walk(steps: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 @worked_out_once
-def gapped_plan(
-    padding: tuple[int, ...],
-    mode: str,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    groups: int,
-    itemsize: int,
-    off: int,
-    units: int,
-    columns: int,
-    rows: int,
-    unroll: int,
-    waves: int,
-    walks: int,
-) -> Plan:
+def gapped_plan(norm: Norm, tile: RowTile, padding: tuple[int, ...] = (), mode: str = "constant") -> Plan:
     """Channels side by side, positions with gaps in x, in the output or in both; or a border around x, whose
-    mode is as in `torch.nn.functional.pad`. The numbers of a tile are as in `rows_plan`."""
+    mode is as in `torch.nn.functional.pad`."""
     from turnout.ops.group_norm_silu import gapped_kernels as kernels
     from turnout.ops.group_norm_silu.kernels import row_moments
 
-    (batch, channels), each = shape[:2], shape[1] // groups
-    together, wide, blocks = block_of(channels, groups, columns)
+    shape, strides, out_strides, groups, itemsize, off, units = norm
+    (batch, channels), each = shape[:2], norm.group_channels
+    together, wide, blocks = block_of(channels, groups, tile.columns)
     walk, own = axes(shape, strides, out_strides, padding), axes(shape, strides, strides)
     assert walk is not None
     assert own is not None
     size, walked = math.prod(shape[2:]), math.prod(axis.size for axis in walk)
-    parts = parts_of(ceil_div(size, rows * unroll), units * waves // (batch * blocks))
-    programs = min(ceil_div(walked, rows * unroll), max(1, units * walks // (batch * blocks)))
-    x_steps, out_steps = (
-        [axis[i] for axis in walk] for i in (Axis._fields.index("x_step"), Axis._fields.index("out_step"))
-    )
+    span = tile.rows * tile.unroll
+    parts = parts_of(ceil_div(size, span), units * tile.waves // (batch * blocks))
+    programs = min(ceil_div(walked, span), max(1, units * tile.walks // (batch * blocks)))
+    x_steps, out_steps = [axis.x_step for axis in walk], [axis.out_step for axis in walk]
+    own_steps = tuple([axis.x_step for axis in own])
     far = (strides[0], *x_steps, out_strides[0], *out_steps)
-    vector = widest_vector(
-        itemsize, off, channels if each == wide else each, *far, *[axis.x_step for axis in own]
-    )
-    tile = {"CG": each, "GB": together, "CB": wide, "BP": rows, "U": unroll, "V": vector}
-    first = (batch * parts * blocks, (size, groups, parts, blocks, strides[0]))
+    vector = widest_vector(itemsize, off, channels if each == wide else each, *far, *own_steps)
+    constants = {"CG": each, "GB": together, "CB": wide, "BP": tile.rows, "U": tile.unroll, "V": vector}
+
+    first_programs, first_numbers = batch * parts * blocks, (size, groups, parts, blocks, strides[0])
     one = positions(shape, strides, strides)
     if one is not None:
-        moments = (row_moments, first[0], (*first[1], one.x_step), tile)
+        moments = (row_moments, first_programs, (*first_numbers, one.x_step), constants)
     else:
-        steps = tuple([axis.x_step for axis in own])
-        moments = (
-            kernels.gapped_moments,
-            first[0],
-            (*first[1], *steps, *walk_of([axis.size for axis in own])),
-            tile,
-        )
+        numbers = (*first_numbers, *own_steps, *walk_of([axis.size for axis in own]))
+        moments = (kernels.gapped_moments, first_programs, numbers, constants)
+
     sizes, padded = [axis.size for axis in walk], any(padding)
     x_sizes, befores = tuple([axis.x_size for axis in walk]), tuple([axis.before for axis in walk])
-    constants = {
-        **tile,
+    numbers = (size, walked, groups, parts, blocks, programs, *far, *walk_of(sizes), *x_sizes, *befores)
+    flags = {
         "PARTS": parts,
         "X_ROWS": not padded and is_one_walk(x_steps, sizes),
         "Y_ROWS": is_one_walk(out_steps, sizes),
         "PAD": getattr(kernels, mode.upper()).value if padded else kernels.NOTHING.value,
     }
-    numbers = (size, walked, groups, parts, blocks, programs, *far, *walk_of(sizes), *x_sizes, *befores)
-    apply = (kernels.gapped_apply, batch * programs * blocks, numbers, constants)
+    apply = (kernels.gapped_apply, batch * programs * blocks, numbers, {**constants, **flags})
     return Plan(batch * parts * MOMENTS * groups, moments, apply)
 
 
+class Modulation(NamedTuple):
+    """Sizes and strides of a scale and a shift at a lower resolution."""
+
+    shape: tuple[int, ...]
+    scale_strides: tuple[int, ...]
+    shift_strides: tuple[int, ...]
+    first_apart: bool
+
+
 @worked_out_once
-def spatial_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    groups: int,
-    itemsize: int,
-    off: int,
-    scale_shape: tuple[int, ...],
-    scale_strides: tuple[int, ...],
-    shift_strides: tuple[int, ...],
-    first_apart: bool,
-    units: int,
-    columns: int,
-    rows: int,
-    unroll: int,
-    waves: int,
-    walks: int,
-) -> Plan:
-    """Channels side by side in all tensors, and a scale and a shift for each block of positions. itemsize: of
-    the widest elements. The numbers of a tile are as in `rows_plan`."""
+def spatial_plan(norm: Norm, modulation: Modulation, tile: RowTile) -> Plan:
+    """Channels side by side in all tensors, and a scale and a shift for each block of positions."""
     from turnout.ops.group_norm_silu.gapped_kernels import spatial_apply
 
     # Moments are taken of x alone: four tiles of it at a time.
-    partial, moments, _ = gapped_plan(
-        (),
-        "constant",
-        shape,
-        strides,
-        out_strides,
-        groups,
-        itemsize,
-        off,
-        units,
-        columns,
-        rows,
-        max(4, unroll),
-        waves,
-        walks,
-    )
+    partial, moments, _ = gapped_plan(norm, tile._replace(unroll=max(4, tile.unroll)))
     size, _, parts, blocks, *_ = moments[2]
-    programs = min(ceil_div(size, rows * unroll), max(1, units * walks // (shape[0] * blocks)))
+    shape, first_apart = norm.shape, modulation.first_apart
+    programs = min(
+        ceil_div(size, tile.rows * tile.unroll), max(1, norm.units * tile.walks // (shape[0] * blocks))
+    )
     ones, dims = MOST_AXES - (len(shape) - 2), range(2, len(shape))
     # Of a picture or a line too, the first dimension is the deep axis, along which the first may be apart.
-    steps = [
-        (step[0], step[2], *[0] * ones, *step[3:])
-        for step in (strides, out_strides, scale_strides, shift_strides)
-    ]
-    shares = [repeats(shape[dim], scale_shape[dim], int(first_apart and dim == 2)) for dim in dims]
+    strides = (norm.strides, norm.out_strides, modulation.scale_strides, modulation.shift_strides)
+    steps = [step for own in strides for step in (own[0], own[2], *[0] * ones, *own[3:])]
+    shares = [repeats(shape[dim], modulation.shape[dim], int(first_apart and dim == 2)) for dim in dims]
     divisors = [number for share in (shares[0], *[1] * ones, *shares[1:]) for number in reciprocal(share)]
-    vector = widest_vector(itemsize, off, moments[3]["V"], *[number for step in steps for number in step])
-    numbers = (
-        size,
-        groups,
-        parts,
-        blocks,
-        programs,
-        *[number for step in steps for number in step],
-        *walk_of((shape[2], *[1] * ones, *shape[3:])),
-        int(first_apart),
-        *divisors,
-    )
-    constants = {**moments[3], "U": unroll, "V": vector, "PARTS": parts}
+    vector = widest_vector(norm.itemsize, norm.off, moments[3]["V"], *steps)
+    walk = walk_of((shape[2], *[1] * ones, *shape[3:]))
+    numbers = (size, norm.groups, parts, blocks, programs, *steps, *walk, int(first_apart), *divisors)
+    constants = {**moments[3], "U": tile.unroll, "V": vector, "PARTS": parts}
     return Plan(partial, moments, (spatial_apply, shape[0] * programs * blocks, numbers, constants))
 
 
-def plan_spatial(
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    out: Tensor,
-    eps: float,
-    silu: bool,
-    first_apart: bool,
-    *tile: int,
-    warps: int,
-) -> LaunchPlan:
-    """The launches that `spatial_plan` says.
-
-    Where the channels of scale or shift are not side by side, copies are taken.
-    """
-    scale, shift = (
-        t if t.stride(1) == 1 else t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (scale, shift)
-    )
-    units, off = Device.of(x.device).units, misaligned(x, out, scale, shift)
-    itemsize = max(x.element_size(), scale.element_size(), shift.element_size())
-    plan = spatial_plan(
-        x.shape,
-        x.stride(),
-        out.stride(),
-        groups,
-        itemsize,
-        off,
-        scale.shape,
-        scale.stride(),
-        shift.stride(),
-        first_apart,
-        units,
-        *tile,
-    )
-    return _two_launches(plan, x, weight, bias, (scale, shift), out, eps, silu, warps, out)
+def norm_of(x: Tensor, groups: int, out: Tensor, *modulation: Tensor) -> Norm:
+    """What a plan follows from, for these tensors."""
+    itemsize = max(x.element_size(), *(t.element_size() for t in modulation), 0)
+    off, units = misaligned(x, out, *modulation), Device.of(x.device).units
+    return Norm(x.shape, x.stride(), out.stride(), groups, itemsize, off, units)
 
 
-def plan_two(
-    plan: Any,
-    x: Tensor,
-    groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    silu: bool,
-    *tile: int,
-    warps: int,
-    outputs: Tensor | None,
-) -> LaunchPlan:
-    """The launches that one of the other plans says."""
-    units, off = Device.of(x.device).units, misaligned(x, out)
-    two = plan(x.shape, x.stride(), out.stride(), groups, x.element_size(), off, units, *tile)
-    return _two_launches(two, x, weight, bias, (), out, eps, silu, warps, outputs)
-
-
-def _two_launches(
+def two_launches(
     plan: Plan,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    modulation: tuple[Tensor, ...],
     out: Tensor,
     eps: float,
     silu: bool,
     warps: int,
+    *,
+    modulation: tuple[Tensor, ...] = (),
     outputs: Tensor | None,
 ) -> LaunchPlan:
-    """Moments go into a workspace, from which the second launch reads them."""
+    """The launches of a plan: moments go into a workspace, from which the second launch reads them."""
     partial = torch.empty(plan.partial, dtype=torch.float32, device=x.device)
     kernel, programs, numbers, constants = plan.moments
     moments = Launch(kernel, programs, (x, partial), numbers, constants, warps)

@@ -6,11 +6,12 @@ All but the addresses follows from sizes and strides, so each `Prepared` works i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from turnout.launch import Launch, LaunchPlan
+from turnout.launch import Launch
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
@@ -29,60 +30,72 @@ def fill(sizes: tuple[int, ...], missing: int) -> tuple[int, ...]:
     return (missing,) * (3 - len(sizes)) + sizes
 
 
-@worked_out_once
-def rows_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    dim: int,
-    itemsize: int,
-    off: int,
-    rows: int,
-    channels: int,
-) -> Plan:
+class Norm(NamedTuple):
+    """All that a plan follows from besides its tile."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    out_strides: tuple[int, ...]
+    dim: int  # of the channels
+    itemsize: int
+    off: int  # bits in which addresses are off a multiple of a vector's bytes
+
+    @property
+    def positions(self) -> Positions:
+        return Positions.of(self.shape, self.dim, self.strides, self.out_strides)
+
+
+class RowTile(NamedTuple):
     """Channels side by side: `rows` rows are one program's, in tiles of `channels` channels."""
+
+    rows: int = 32
+    channels: int = 64
+    warps: int = 4
+
+
+class PlaneTile(NamedTuple):
+    """Positions side by side: `positions` of them with all channels are one program's, in tiles of `channels`
+    channels."""
+
+    positions: int = 64
+    channels: int = 64
+    warps: int = 8
+
+
+@worked_out_once
+def rows_plan(norm: Norm, tile: RowTile) -> Plan:
     from turnout.ops.rms_norm_silu.kernels import rows as kernel
 
-    size, where = shape[dim], Positions.of(shape, dim, strides, out_strides)
+    size, where = norm.shape[norm.dim], norm.positions
     count = functools.reduce(int.__mul__, where.sizes)
-    vector = widest_vector(itemsize, off, size, *where.x, *where.out)
+    vector = widest_vector(norm.itemsize, norm.off, size, *where.x, *where.out)
     numbers = (count, size, *fill(where.sizes, 1)[1:], *fill(where.x, 0), *fill(where.out, 0))
     constants = {
         "V": vector,
-        "BM": rows,
-        "BC": channels,
-        "N": ceil_div(size, channels),
+        "BM": tile.rows,
+        "BC": tile.channels,
+        "N": ceil_div(size, tile.channels),
         "FLAT": len(where.sizes) == 1,
     }
-    return Plan(kernel, ceil_div(count, rows), numbers, constants)
+    return Plan(kernel, ceil_div(count, tile.rows), numbers, constants)
 
 
 @worked_out_once
-def planes_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    out_strides: tuple[int, ...],
-    dim: int,
-    itemsize: int,
-    off: int,
-    positions: int,
-    channels: int,
-) -> Plan:
-    """Positions side by side: `positions` of them with all channels are one program's, in tiles of `channels`
-    channels.
-    """
+def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     from turnout.ops.rms_norm_silu.kernels import planes as kernel
 
-    size, where = shape[dim], Positions.of(shape, dim, strides, out_strides)
+    size, where = norm.shape[norm.dim], norm.positions
     sizes, x, out = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
-    vector = widest_vector(itemsize, off, sizes[2], *x[:2], strides[dim], *out[:2], out_strides[dim])
-    numbers = (size, *sizes[1:], *x[:2], strides[dim], *out[:2], out_strides[dim])
-    constants = {"V": vector, "BP": positions, "BC": channels, "N": ceil_div(size, channels)}
-    return Plan(kernel, sizes[0] * sizes[1] * ceil_div(sizes[2], positions), numbers, constants)
+    steps = (*x[:2], norm.strides[norm.dim], *out[:2], norm.out_strides[norm.dim])
+    vector = widest_vector(norm.itemsize, norm.off, sizes[2], *steps)
+    blocks = ceil_div(size, tile.channels)
+    constants = {"V": vector, "BP": tile.positions, "BC": tile.channels, "N": blocks}
+    programs = sizes[0] * sizes[1] * ceil_div(sizes[2], tile.positions)
+    return Plan(kernel, programs, (size, *sizes[1:], *steps), constants)
 
 
-def along(
-    plan: Any,
+def plan_launch(
+    plan: Callable[[Norm, Any], Plan],
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -91,14 +104,11 @@ def along(
     dim: int,
     style: str,
     silu: bool,
-    *tile: int,
-    warps: int,
-    outputs: Tensor | None,
-) -> LaunchPlan:
-    """The launch that one of the plans says."""
-    kernel, programs, numbers, constants = plan(
-        x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out), *tile
-    )
+    tile: RowTile | PlaneTile,
+) -> Launch:
+    """The launch that one of the plans gives for these tensors."""
+    norm = Norm(x.shape, x.stride(), out.stride(), dim, x.element_size(), misaligned(x, out))
+    kernel, programs, numbers, constants = plan(norm, tile)
     flags = {
         "CLAMP": style == "normalize",
         "WEIGHT": weight is not None,
@@ -106,6 +116,4 @@ def along(
         "SILU": silu,
     }
     tensors = (x, *side_by_side(weight, bias), out)
-    return LaunchPlan(
-        (Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, warps),), outputs
-    )
+    return Launch(kernel, programs, tensors, (eps, *numbers), {**constants, **flags}, tile.warps)

@@ -14,7 +14,16 @@ from turnout.ops import needs
 from turnout.ops.integers import power_of_two
 from turnout.ops.layouts import VECTOR_BYTES, array, flat
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO, Positions, RmsNormSilu, layout, work
-from turnout.ops.rms_norm_silu.launches import along, fill, planes_plan, rows_plan
+from turnout.ops.rms_norm_silu.launches import (
+    Plan,
+    PlaneTile,
+    RowTile,
+    fill,
+    plan_launch,
+    planes_plan,
+    rows_plan,
+)
+from turnout.routing.configured import configured
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -112,134 +121,68 @@ def planes_configs(problem: RmsNormSilu, device: Device) -> list[Config]:
     ]
 
 
-ROWS: Any = {
-    "refuses": refuses_rows,
-    "cost": gpu_cost("rows"),
-    "configs": rows_configs,
-    "prepare": prepare_from_plan,
-    "numerics": "close",
-    "version": 1,
-    "kernels": ("turnout.ops.rms_norm_silu.kernels:rows",),
-}
-PLANES: Any = {
-    "refuses": refuses_planes,
-    "cost": gpu_cost("planes"),
-    "configs": planes_configs,
-    "prepare": prepare_from_plan,
-    "numerics": "close",
-    "version": 1,
-    "kernels": ("turnout.ops.rms_norm_silu.kernels:planes",),
-}
+PLANNED: Any = {"prepare": prepare_from_plan, "numerics": "close", "version": 1}
 INTO: Any = {"in_place": ("x",)}  # every kernel reads all channels of its positions before it writes there
-ONE_LAUNCH_INTO: Any = {**INTO, "fails_before_writing": True}
 
 
-@RMS_NORM_SILU.route("rows", **ROWS)
-@runs_plan
-def rows(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-    *,
-    rows: int = 32,
-    channels: int = 64,
-    warps: int = 4,
-) -> LaunchPlan:
-    out = torch.empty_like(x)
-    return along(
-        rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=out
+def declare(plan: Callable[..., Plan], tile: RowTile | PlaneTile, name: str, **declaration: Any) -> None:
+    """Declare a route of rms_norm_silu, and of its form that writes into a buffer, by one launch.
+
+    plan: gives the launch for a `Norm` and a tile of this type, whose values are the defaults.
+    """
+
+    def new(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dim: int,
+        style: str,
+        silu: bool,
+        **config: int,
+    ) -> LaunchPlan:
+        out = torch.empty_like(x)
+        return into(x, weight, bias, out, eps, dim, style, silu, **config)._replace(outputs=out)
+
+    def into(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        out: Tensor,
+        eps: float,
+        dim: int,
+        style: str,
+        silu: bool,
+        **config: int,
+    ) -> LaunchPlan:
+        now = tile._replace(**config)
+        return LaunchPlan((plan_launch(plan, x, weight, bias, out, eps, dim, style, silu, now),), None)
+
+    defaults = tile._asdict()
+    RMS_NORM_SILU.route(name, **declaration, **PLANNED)(runs_plan(configured(new, defaults)))
+    RMS_NORM_SILU_INTO.route(name, **declaration, **PLANNED, **INTO, fails_before_writing=True)(
+        runs_plan(configured(into, defaults))
     )
 
 
-@RMS_NORM_SILU_INTO.route("rows", **ROWS, **ONE_LAUNCH_INTO)
-@runs_plan
-def rows_into(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-    *,
-    rows: int = 32,
-    channels: int = 64,
-    warps: int = 4,
-) -> LaunchPlan:
-    return along(
-        rows_plan, x, weight, bias, out, eps, dim, style, silu, rows, channels, warps=warps, outputs=None
-    )
-
-
-@RMS_NORM_SILU.route("planes", **PLANES)
-@runs_plan
-def planes(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-    *,
-    positions: int = 64,
-    channels: int = 64,
-    warps: int = 8,
-) -> LaunchPlan:
-    out = torch.empty_like(x)
-    return along(
-        planes_plan,
-        x,
-        weight,
-        bias,
-        out,
-        eps,
-        dim,
-        style,
-        silu,
-        positions,
-        channels,
-        warps=warps,
-        outputs=out,
-    )
-
-
-@RMS_NORM_SILU_INTO.route("planes", **PLANES, **ONE_LAUNCH_INTO)
-@runs_plan
-def planes_into(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-    *,
-    positions: int = 64,
-    channels: int = 64,
-    warps: int = 8,
-) -> LaunchPlan:
-    return along(
-        planes_plan,
-        x,
-        weight,
-        bias,
-        out,
-        eps,
-        dim,
-        style,
-        silu,
-        positions,
-        channels,
-        warps=warps,
-        outputs=None,
-    )
+declare(
+    rows_plan,
+    RowTile(),
+    "rows",
+    refuses=refuses_rows,
+    cost=gpu_cost("rows"),
+    configs=rows_configs,
+    kernels=("turnout.ops.rms_norm_silu.kernels:rows",),
+)
+declare(
+    planes_plan,
+    PlaneTile(),
+    "planes",
+    refuses=refuses_planes,
+    cost=gpu_cost("planes"),
+    configs=planes_configs,
+    kernels=("turnout.ops.rms_norm_silu.kernels:planes",),
+)
 
 
 # Routes on a CPU
@@ -269,7 +212,8 @@ def cpu_cost(problem: RmsNormSilu, device: Device) -> float | None:
     return fitted.start + problem.elements * fitted.element / device.cores
 
 
-def on_cpu(
+def into_on_cpu(
+    by_rows: bool,
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -278,7 +222,6 @@ def on_cpu(
     dim: int,
     style: str,
     silu: bool,
-    by_rows: bool,
 ) -> None:
     import numpy as np
 
@@ -293,24 +236,28 @@ def on_cpu(
     shift = np.zeros(channels, np.float32) if bias is None else array(bias.float().contiguous())
     rest = (np.float32(eps), style == "normalize", silu)
     if by_rows:
-        given = (flat(x), x_steps, scale, shift, flat(out), y_steps, sizes, *rest)
-        in_shares(functools.partial(cpu_kernels.rows, *given), sizes[0] * sizes[1] * sizes[2])
+        arguments = (flat(x), x_steps, scale, shift, flat(out), y_steps, sizes, *rest)
+        in_shares(functools.partial(cpu_kernels.rows, *arguments), sizes[0] * sizes[1] * sizes[2])
     else:
         tile, tiles = cpu_kernels.tiles_of(sizes[0] * sizes[1], sizes[2], channels)
-        given = (
-            flat(x),
-            x_steps,
-            x.stride(dim),
-            scale,
-            shift,
-            flat(out),
-            y_steps,
-            out.stride(dim),
-            sizes,
-            tile,
-            *rest,
-        )
-        in_shares(functools.partial(cpu_kernels.planes, *given), tiles)
+        read = (flat(x), x_steps, x.stride(dim), scale, shift)
+        written = (flat(out), y_steps, out.stride(dim))
+        in_shares(functools.partial(cpu_kernels.planes, *read, *written, sizes, tile, *rest), tiles)
+
+
+def new_on_cpu(
+    by_rows: bool,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    dim: int,
+    style: str,
+    silu: bool,
+) -> Tensor:
+    out = torch.empty_like(x)
+    into_on_cpu(by_rows, x, weight, bias, out, eps, dim, style, silu)
+    return out
 
 
 ON_CPU: Any = {
@@ -319,49 +266,9 @@ ON_CPU: Any = {
     "version": 1,
     "kernels": ("turnout.ops.rms_norm_silu.cpu_kernels:rows", "turnout.ops.rms_norm_silu.cpu_kernels:planes"),
 }
-
-
-@RMS_NORM_SILU.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU)
-def cpu_rows(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
-) -> Tensor:
-    out = torch.empty_like(x)
-    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
-    return out
-
-
-@RMS_NORM_SILU.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU)
-def cpu_planes(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dim: int, style: str, silu: bool
-) -> Tensor:
-    out = torch.empty_like(x)
-    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)
-    return out
-
-
-@RMS_NORM_SILU_INTO.route("cpu-rows", refuses=refuses_cpu_rows, **ON_CPU, **INTO)
-def cpu_rows_into(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-) -> None:
-    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=True)
-
-
-@RMS_NORM_SILU_INTO.route("cpu-planes", refuses=refuses_cpu_planes, **ON_CPU, **INTO)
-def cpu_planes_into(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    eps: float,
-    dim: int,
-    style: str,
-    silu: bool,
-) -> None:
-    on_cpu(x, weight, bias, out, eps, dim, style, silu, by_rows=False)
+for name, refuses, by_rows in (
+    ("cpu-rows", refuses_cpu_rows, True),
+    ("cpu-planes", refuses_cpu_planes, False),
+):
+    RMS_NORM_SILU.route(name, refuses=refuses, **ON_CPU)(functools.partial(new_on_cpu, by_rows))
+    RMS_NORM_SILU_INTO.route(name, refuses=refuses, **ON_CPU, **INTO)(functools.partial(into_on_cpu, by_rows))

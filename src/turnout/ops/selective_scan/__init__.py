@@ -190,23 +190,6 @@ def family(problem: SelectiveScan) -> tuple[tuple, int]:
     return (sides, *problem._replace(length=0, strides=())), problem.length
 
 
-def arguments(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    return x, dt, A, B, C, D, z, dt_bias, dt_softplus, initial_state, return_final_state
-
-
 SELECTIVE_SCAN = Op(
     "selective_scan",
     reference,
@@ -214,7 +197,6 @@ SELECTIVE_SCAN = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.selective_scan.cases",
-    arguments=arguments,
     family=family,
     autocast="ignore",
 )
@@ -250,7 +232,7 @@ def selective_scan(
     initial_state: Tensor | None = ...,
     return_final_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
-@public(SELECTIVE_SCAN)
+@public(SELECTIVE_SCAN, of_cases=True)
 def selective_scan(
     x: Tensor,
     dt: Tensor,

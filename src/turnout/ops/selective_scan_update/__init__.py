@@ -145,23 +145,6 @@ def reference_cost(problem: SelectiveScanUpdate, device: Device) -> float | None
     return None
 
 
-def arguments(
-    x: Tensor,
-    state: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    log_rates: bool = False,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    return x, state, dt, A, B, C, D, z, dt_bias, dt_softplus, log_rates
-
-
 SELECTIVE_SCAN_UPDATE = Op(
     "selective_scan_update",
     reference,
@@ -169,13 +152,12 @@ SELECTIVE_SCAN_UPDATE = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.selective_scan_update.cases",
-    arguments=arguments,
     autocast="ignore",
     mutates=("state",),
 )
 
 
-@public(SELECTIVE_SCAN_UPDATE)
+@public(SELECTIVE_SCAN_UPDATE, of_cases=True)
 def selective_scan_update(
     x: Tensor,
     state: Tensor,

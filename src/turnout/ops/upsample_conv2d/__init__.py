@@ -112,19 +112,6 @@ def reference_cost(problem: UpsampleConv2d, device: Device) -> float | None:
     )
 
 
-def arguments(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    scale: int = 2,
-    padding: int | Sequence[int] = 1,
-) -> tuple:
-    """The reference's arguments of a public call."""
-    if not isinstance(scale, int) or scale < 1:
-        raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
-    return input.unsqueeze(0) if input.dim() == 3 else input, weight, bias, scale, spread(padding, 2)
-
-
 UPSAMPLE_CONV2D = Op(
     "upsample_conv2d",
     reference,
@@ -132,7 +119,6 @@ UPSAMPLE_CONV2D = Op(
     cost=reference_cost,
     work=work,
     cases="turnout.ops.upsample_conv2d.cases",
-    arguments=arguments,
     family=family,
     autocast="cast",
     vjp=vjp,
@@ -140,7 +126,7 @@ UPSAMPLE_CONV2D = Op(
 )
 
 
-@public(UPSAMPLE_CONV2D)
+@public(UPSAMPLE_CONV2D, of_cases=True)
 def upsample_conv2d(
     input: Tensor,
     weight: Tensor,
@@ -159,5 +145,8 @@ def upsample_conv2d(
     tensor([[[[ 4.,  8., 10.,  8.],
               [ 4.,  8., 10.,  8.]]]])
     """
-    y = UPSAMPLE_CONV2D(*arguments(input, weight, bias, scale=scale, padding=padding))
-    return y.squeeze(0) if input.dim() == 3 else y
+    if not isinstance(scale, int) or scale < 1:
+        raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
+    if input.dim() == 3:
+        return UPSAMPLE_CONV2D(input.unsqueeze(0), weight, bias, scale, spread(padding, 2)).squeeze(0)
+    return UPSAMPLE_CONV2D(input, weight, bias, scale, spread(padding, 2))

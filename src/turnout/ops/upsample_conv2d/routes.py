@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, Workspace, start
+from turnout.launch import Launch, LaunchPlan, Workspace, start
 from turnout.ops.convolution import costs, guards
-from turnout.ops.convolution.gpu import routes as kernels
-from turnout.ops.convolution.gpu.launches import GEMM, GEMM_HOPPER, Lowering, phase_filters
-from turnout.ops.convolution.gpu.routes import (
-    clip_shape,
-    clip_strides,
+from turnout.ops.convolution.gpu.declared import GEMMS, Kernel, kernel_strides
+from turnout.ops.convolution.gpu.launching import (
+    as_channels_last,
+    empty_output,
     launch_into,
     one_launch,
     precision_of,
-    prepare_by,
 )
+from turnout.ops.convolution.gpu.lowering import Lowering
+from turnout.ops.convolution.gpu.operands import Geometry, Operands, clip_shape
+from turnout.ops.convolution.gpu.packing import phase_filters
+from turnout.ops.convolution.gpu.routes import declare
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
 from turnout.ops.convolution.methods import in_channels_last, in_float32
@@ -173,7 +175,7 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
             clip_shape(small.input),
             weight,
             (*out[:3], out[3] // scale, out[4] // scale),
-            clip_strides(small.input, small.input_strides),
+            kernel_strides(small.input, small.input_strides),
             (n, c, d, scale * h, scale * w),
             small.dtype,
             padding=(0, -top, -left),
@@ -184,8 +186,8 @@ def phase_tasks(problem: UpsampleConv2d) -> list[Task]:
     ]
 
 
-def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
-    """The keywords that declare a route by this kernel."""
+def guard_and_cost(kernel: Kernel) -> dict[str, Any]:
+    """What a route by this kernel refuses, costs and offers."""
 
     def refuses(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
         reasons = list(refuses_even_phases(problem, device))
@@ -209,16 +211,7 @@ def declaration(kernel: kernels.Kernel) -> dict[str, Any]:
     def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
         return kernel.configs(phase_tasks(problem)[0], device)
 
-    return {
-        "refuses": refuses,
-        "cost": cost,
-        "configs": configs,
-        "prepare": prepare_by(plan_phases, kernel),
-        "numerics": "close",
-        "version": 1,
-        "kernels": (*kernel.kernels, PHASE_FILTERS),
-        "grain": kernel.grain,
-    }
+    return {"refuses": refuses, "cost": cost, "configs": configs}
 
 
 def output_size(input: Tensor, weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[int, ...]:
@@ -238,23 +231,13 @@ def phase_by_phase(
     **config: Any,
 ) -> Tensor:
     """Each phase by a launch of its own, straight into its pixels."""
-    high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    out = torch.empty(
-        output_size(input, weight, scale, padding),
-        dtype=input.dtype,
-        device=input.device,
-        memory_format=LAST[4],
-    )
-    pixels = kernels.with_channels_last(input)
-    fill, filters = phase_filters(weight, scale, padding, high.length, wide.length)
+    out = empty_output(output_size(input, weight, scale, padding), input)
+    pixels = as_channels_last(input)
+    fill, filters, phases = prepared_phases(weight, scale, padding)
     start(fill)
-    filters = filters.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
-    for a, top in enumerate(high.starts):
-        for b, left in enumerate(wide.starts):
-            place = out[:, :, a::scale, b::scale]
-            launch_into(
-                lowering, pixels, filters[a, b], bias, place, [1, 1], [-top, -left], [1, 1], None, config
-            )
+    for phase in phases:
+        operands = Operands(pixels, phase.of(filters), bias, out[phase.pixels])
+        launch_into(lowering, operands, phase.geometry, config)
     return output_in(out, known_format(input, weight))
 
 
@@ -270,79 +253,63 @@ def plan_phases(
     """`phase_by_phase` on tensors as they are."""
     if known_format(input, weight) != LAST[4]:
         return None
-    high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
-    out = torch.empty(
-        output_size(input, weight, scale, padding),
-        dtype=input.dtype,
-        device=input.device,
-        memory_format=LAST[4],
-    )
-    fill, workspace = phase_filters(weight, scale, padding, high.length, wide.length)
-    # [scale, scale, Cout, Cin, rows, columns]
-    filters = workspace.unflatten(0, (scale, scale)).permute(0, 1, 2, 5, 3, 4)
+    out = empty_output(output_size(input, weight, scale, padding), input)
+    fill, filters, phases = prepared_phases(weight, scale, padding)
     launches = [
         one_launch(
             lowering,
-            input,
-            filters[a, b],
-            bias,
-            out[:, :, a::scale, b::scale],
-            (1, 1),
-            (-top, -left),
-            (1, 1),
-            None,
+            Operands(input, phase.of(filters), bias, out[phase.pixels]),
+            phase.geometry,
             config,
         )
-        for a, top in enumerate(high.starts)
-        for b, left in enumerate(wide.starts)
+        for phase in phases
     ]
     known = [launch for launch in launches if launch is not None]
-    return LaunchPlan((fill, *known), out, (Workspace(workspace),)) if len(known) == len(launches) else None
+    return LaunchPlan((fill, *known), out, (Workspace(filters),)) if len(known) == len(launches) else None
 
 
-@UPSAMPLE_CONV2D.route("implicit-gemm", **declaration(kernels.IMPLICIT_GEMM))
-def with_implicit_gemm(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: int,
-    padding: list[int],
-    *,
-    pixels: int = 64,
-    filters: int = 32,
-    channels: int = 32,
-    warps: int = 4,
-) -> Tensor:
-    config = {"pixels": pixels, "filters": filters, "channels": channels, "warps": warps}
-    return phase_by_phase(GEMM, input, weight, bias, scale, padding, **config)
+class Phase(NamedTuple):
+    """The pixels of the output that lie alike between those of the input."""
+
+    scale: int
+    row: int  # of the first one, 0 to scale - 1
+    column: int
+    top: int  # the first row and column of the input that it sees
+    left: int
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry((1, 1), (-self.top, -self.left), (1, 1))
+
+    @property
+    def pixels(self) -> tuple[Any, ...]:
+        """Its pixels of the output, as an index."""
+        return (..., slice(self.row, None, self.scale), slice(self.column, None, self.scale))
+
+    def of(self, filters: Tensor) -> Tensor:
+        """Its filters `[Cout, Cin, rows, columns]`, of all `[scale**2, Cout, rows, columns, Cin]`."""
+        return filters[self.row * self.scale + self.column].permute(0, 3, 1, 2)
 
 
-@UPSAMPLE_CONV2D.route("implicit-gemm-hopper", **declaration(kernels.IMPLICIT_GEMM_HOPPER))
-def with_implicit_gemm_hopper(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: int,
-    padding: list[int],
-    *,
-    share: str = "depth",
-    slots: int = 1,
-    rows: int = 8,
-    columns: int = 16,
-    channels: int = 32,
-    filters: int = 64,
-    stages: int = 3,
-    from_registers: bool = False,
-) -> Tensor:
-    config = {
-        "share": share,
-        "slots": slots,
-        "rows": rows,
-        "columns": columns,
-        "channels": channels,
-        "filters": filters,
-        "stages": stages,
-    }
-    return phase_by_phase(
-        GEMM_HOPPER, input, weight, bias, scale, padding, **config, from_registers=from_registers
+def prepared_phases(weight: Tensor, scale: int, padding: Sequence[int]) -> tuple[Launch, Tensor, list[Phase]]:
+    """The launch that computes the filters of all phases, those filters, and the phases."""
+    high, wide = (Axis.of(scale, k, p) for k, p in zip(weight.shape[2:], padding, strict=True))
+    fill, filters = phase_filters(weight, scale, padding, high.length, wide.length)
+    phases = [
+        Phase(scale, row, column, top, left)
+        for row, top in enumerate(high.starts)
+        for column, left in enumerate(wide.starts)
+    ]
+    return fill, filters, phases
+
+
+for name, kernel in GEMMS.items():
+    declare(
+        UPSAMPLE_CONV2D,
+        name,
+        kernel,
+        phase_by_phase,
+        plan_phases,
+        **guard_and_cost(kernel),
+        more_kernels=(PHASE_FILTERS,),
     )

@@ -162,7 +162,8 @@ def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.c
 
 @gluon.jit
 def rows_of(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """COUNT matrices in the shared memory of these boxes, as the tensor cores see them: rows are pixels."""
+    """COUNT matrices [ROWS, COLUMNS] in the shared memory of these boxes, as the tensor cores see them: rows
+    are pixels."""
     bits: gl.constexpr = boxes.dtype.primitive_bitwidth
     wide: gl.constexpr = COLUMNS * bits // 8 if COLUMNS * bits < 1024 else 128
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=wide, element_bitwidth=bits, rank=2)
@@ -196,9 +197,10 @@ def multiply(
     slot: gl.constexpr, SLOTS: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr,
 ):  # fmt: skip
     """Add pixels times a block of the weight to one slot's accumulators, without waiting."""
-    first = warpgroup_mma(a1, b1.reshape([BN1, BC]).permute([1, 0]), accs[slot], is_async=True)
+    first = warpgroup_mma(a1, b1.reshape([BN1, BC]).permute([1, 0]), accs[slot], is_async=True)  # [64, BN1]
     accs = accs[:slot] + (first,) + accs[slot + 1 :]
     if BN2 > 0:
+        # [64, BN2]
         second = warpgroup_mma(a2, b2.reshape([BN2, BC]).permute([1, 0]), accs[SLOTS + slot], is_async=True)
         accs = accs[: SLOTS + slot] + (second,) + accs[SLOTS + slot + 1 :]
     return accs
@@ -216,7 +218,7 @@ def settle(accs, used, outstanding: gl.constexpr):
 
 @gluon.jit
 def rounded(a):
-    """To the nearest TF32: the tensor cores would cut bits off."""
+    """a, of any shape, to the nearest TF32: the tensor cores would cut bits off."""
     if a.dtype == gl.float32:
         a = gl.inline_asm_elementwise(
             "cvt.rna.tf32.f32 $0, $1;", "=r,r", [a], dtype=gl.float32, is_pure=True, pack=1
@@ -255,11 +257,11 @@ def accumulate(
     for g in range(groups):
         stage = group % STAGES
         phase = (group // STAGES) & 1
-        held = ()
+        held = ()  # operands [64, BC] in registers whose products may still be under way
         for p in gl.static_range(PLACES):
             mbarrier.wait(full.index(stage * PLACES + p), phase)
             a1 = pixels.index(2 * (stage * PLACES + p) + HALF)  # [64, BC]
-            a2 = a1
+            a2 = a1  # [64, BC], for the second product
             if p < HELD:
                 a1 = rounded(
                     a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS))
@@ -370,12 +372,12 @@ def compute(
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         column, n, s, box = place(tile, columns, nt, ns, SLOTS, BOXES)
         f1, f2 = column * (BN1 + BN2), column * (BN1 + BN2) + BN1
-        start = begin(bias1, column, BN1, layout1, BIAS)
-        accs = (start,)
+        start = begin(bias1, column, BN1, layout1, BIAS)  # [64, BN1]
+        accs = (start,)  # SLOTS of [64, BN1], then with BN2 > 0 as many [64, BN2]
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (start,)
         if BN2 > 0:
-            start2 = begin(bias2, column, BN2, layout2, BIAS)
+            start2 = begin(bias2, column, BN2, layout2, BIAS)  # [64, BN2]
             for _ in gl.static_range(SLOTS):
                 accs = accs + (start2,)
         first_tap, end_tap = seen(s, frames, size, ps, KO, DS, REPLICATE)
@@ -390,8 +392,8 @@ def compute(
         u, w = (box // nw) * BU + HALF_U, (box % nw) * BW + HALF_W
         for i in gl.static_range(SLOTS):
             tma.store_wait(0)
-            first = accs[i]
-            second = accs[SLOTS + i if BN2 > 0 else i]
+            first = accs[i]  # [64, BN1]
+            second = accs[SLOTS + i if BN2 > 0 else i]  # [64, BN2]
             if r1 is not None:
                 mbarrier.expect(arrived, 64 * (BN1 + BN2) * BITS // 8)
                 at_u, at_w = u, w

@@ -40,7 +40,10 @@ def sums_layout(columns, bits):
 
 @gluon.jit
 def write(
-    sums, out, residual, bias, n, s, u, w, inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
+    sums,  # [64, BK * BF]
+    out, residual, bias,  # [N, OS, OU, OW, filters] by their strides, [filters]
+    n, s, u, w,  # batch, place, row and first column of the output
+    inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
     layout: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Write WINDOW output pixels of [n, s, u] from w on.
@@ -51,22 +54,22 @@ def write(
     """
     LANES: gl.constexpr = BF if BF < 32 else 32
     flat: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LANES, LANES], [4, 1], [1, 0])
-    column = gl.arange(0, BK * BF, gl.SliceLayout(0, layout)) // BF
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))
-    filter = gl.arange(0, BF, gl.SliceLayout(0, flat))
-    shifted = gl.minimum(row[:, None] + column[None, :], 63)
-    gathered = gl.gather(sums, shifted, 0)
+    column = gl.arange(0, BK * BF, gl.SliceLayout(0, layout)) // BF  # [BK * BF]: of the kernel
+    row = gl.arange(0, 64, gl.SliceLayout(1, layout))  # [64]
+    pixel = gl.arange(0, 64, gl.SliceLayout(1, flat))  # [64]
+    filter = gl.arange(0, BF, gl.SliceLayout(0, flat))  # [BF]
+    shifted = gl.minimum(row[:, None] + column[None, :], 63)  # [64, BK * BF]
+    gathered = gl.gather(sums, shifted, 0)  # [64, BK * BF]
     if BK > 65 - WINDOW:  # columns without a tap hold zeros, but NaN beside a pixel that is not finite
         gathered = gl.where((column < 65 - WINDOW)[None, :], gathered, 0.0)
-    total = gl.convert_layout(gl.sum(gl.reshape(gathered, (64, BK, BF)), 1), flat)
+    total = gl.convert_layout(gl.sum(gl.reshape(gathered, (64, BK, BF)), 1), flat)  # [64, BF]
     if bias is not None:
         total += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)[None, :]
-    at = w + pixel
-    inside = ((pixel < WINDOW) & (at < OW))[:, None] & (filter < filters)[None, :] & inside
+    at = w + pixel  # [64]
+    inside = ((pixel < WINDOW) & (at < OW))[:, None] & (filter < filters)[None, :] & inside  # [64, BF]
     if residual is not None:
         beside = gl.cast(n, gl.int64) * rn + gl.cast(s, gl.int64) * rs + gl.cast(u, gl.int64) * ru
-        beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)
+        beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)  # [64, BF]
         total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
     to = gl.cast(n, gl.int64) * on + gl.cast(s, gl.int64) * os + gl.cast(u, gl.int64) * ou
     gl.store(
@@ -87,13 +90,13 @@ def compute_narrow(
     """One warpgroup: WINDOW pixels of every tile."""
     BN: gl.constexpr = BK * BF
     layout: gl.constexpr = sums_layout(BN, xs.dtype.primitive_bitwidth)
-    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)
+    pixels = rows_of(xs, 2 * STAGES * (SLOTS + KS - 1), 64, BC)  # matrices [64, BC]
     group = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         _, n, s, box = place(tile, 1, nt, ns, SLOTS, 2)
         u, w = (box + HALF) // nw, (box + HALF) % nw * WINDOW
-        none = gl.zeros((64, BN), gl.float32, layout)
-        accs = (none,)
+        none = gl.zeros((64, BN), gl.float32, layout)  # [64, BN]
+        accs = (none,)  # SLOTS of [64, BN]
         for _ in gl.static_range(SLOTS - 1):
             accs = accs + (none,)
         accs = accumulate(
@@ -110,7 +113,9 @@ def compute_narrow(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out(
-    x, cache, w1, out, residual, bias,
+    x, cache,  # TMA descriptors of [N, S, U, W, C]; cache: the frames before x, or None
+    w1,  # TMA descriptor of the weight [KW, filters, taps along S and U, C]
+    out, residual, bias,  # as in `compute_narrow`
     tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
     filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
     KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # as in `fetch`
@@ -120,7 +125,7 @@ def narrow_out(
 ):  # fmt: skip
     """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for
     each tap along U only."""
-    PLACES: gl.constexpr = SLOTS + KS - 1
+    PLACES: gl.constexpr = SLOTS + KS - 1  # of the input along S that a group fetches
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
     b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
     full, free_x, free_b = rings(STAGES, PLACES, KS)
@@ -170,9 +175,16 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def fetch_rolled(
-    x, cache, w1, xs, taps, full, free, held, tiles, nw, nu, ns, frames, ps, pu, pw,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
+    x, cache, w1,  # TMA descriptors, as in `narrow_out`
+    xs,  # shared memory: STAGES groups: BC channels of a row of one frame, in two boxes of 64 pixels
+    taps,  # shared memory: KU * KS * BLOCKS blocks of the weight
+    full, free, held,  # barriers: groups that have come, groups that are done with, the weight
+    tiles, nw, nu, ns,  # strips; strips along W and along U; frames
+    frames, ps, pu, pw,  # frames of cache; padding before the first element
+    KS: gl.constexpr, KU: gl.constexpr,  # taps along S and U
+    BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,  # blocks of BC channels; the first frame for those before
+    ROWS: gl.constexpr, STAGES: gl.constexpr,  # rows of a strip of the output; groups in flight
+    BC: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,  # BN: BK * BF, as in `compute_rolled`
 ):  # fmt: skip
     """The whole weight once, then row by row: all frames that an output sees, all channels."""
     ROW_BYTES: gl.constexpr = BC * x.dtype.primitive_bitwidth // 8
@@ -208,10 +220,12 @@ def fetch_rolled(
 
 @gluon.jit
 def compute_rolled(
-    out, residual, bias, xs, taps, full, free, held, tiles, nw, nu, ns,
+    out, residual, bias,  # as in `compute_narrow`
+    xs, taps, full, free, held, tiles, nw, nu, ns,  # as in `fetch_rolled`
     filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
-    KU: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
-    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,
+    KU: gl.constexpr, GROUPS: gl.constexpr,  # taps along U; groups of a row: KS * BLOCKS
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,  # as in `fetch_rolled`
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr, HALF: gl.constexpr,  # as in `compute_narrow`
 ):  # fmt: skip
     """One warpgroup: WINDOW columns of every strip. Row r of the input belongs to the outputs r - KU + 1 to
     r, whose sums take turns: once the last row an output sees has been added, it is written, and its place
@@ -220,12 +234,12 @@ def compute_rolled(
     operand: gl.constexpr = gl.DotOperandLayout(
         operand_index=0, parent=layout, k_width=32 // xs.dtype.primitive_bitwidth
     )
-    none = gl.zeros((64, BK * BF), gl.float32, layout)
+    none = gl.zeros((64, BK * BF), gl.float32, layout)  # [64, BK * BF]
     mbarrier.wait(held, 0)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         n, s, u, w, up = strip(tile, nw, nu, ns, ROWS, WINDOW)
-        accs = (none,)
+        accs = (none,)  # KU of [64, BK * BF]
         for _ in gl.static_range(KU - 1):
             accs = accs + (none,)
         for first in range(0, ROWS + KU - 1, KU):
@@ -233,9 +247,9 @@ def compute_rolled(
                 for group in range(GROUPS):
                     stage = step % STAGES
                     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-                    pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)
+                    pixels = xs.index(2 * stage + HALF).reshape([64, BC]).load(operand)  # [64, BC]
                     for ku in gl.static_range(KU):
-                        tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)
+                        tap = taps.index(gl.where(up, KU - 1 - ku, ku) * GROUPS + group)  # [BK, BF, 1, BC]
                         accs = multiply(
                             pixels, pixels, tap, tap, accs, (j - ku + KU) % KU, KU, BK * BF, 0, BC
                         )
@@ -255,11 +269,13 @@ def compute_rolled(
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def narrow_out_rolled(
-    x, cache, w1, out, residual, bias,
-    tiles, nw, nu, ns, frames, ps, pu, pw, filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr,
-    WINDOW: gl.constexpr, REGISTERS: gl.constexpr,
+    x, cache, w1, out, residual, bias,  # as in `narrow_out`
+    tiles, nw, nu, ns, frames, ps, pu, pw,  # as in `fetch_rolled`
+    filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
+    KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch_rolled`
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
+    REGISTERS: gl.constexpr,  # of a thread that multiplies
 ):  # fmt: skip
     """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)

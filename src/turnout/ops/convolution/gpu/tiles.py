@@ -19,19 +19,37 @@ COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many
 SMALL = (4, 8)  # rows and columns of a box that covers most images without sticking out much
 
 
+class GemmTile(NamedTuple):
+    """A configuration of the portable implicit GEMM: the pixels and filters of a program, the channels it
+    multiplies at a time, its warps."""
+
+    pixels: int = 64
+    filters: int = 32
+    channels: int = 32
+    warps: int = 4
+
+
+class StripTile(NamedTuple):
+    """A configuration of the portable kernel for few filters: rows and columns of a program, its warps."""
+
+    rows: int = 16
+    columns: int = 128
+    warps: int = 4
+
+
 class Tile(NamedTuple):
     """A configuration of `implicit_gemm_hopper`: `slots` outputs along the shared axis, each of 128 pixels,
     in boxes of `rows` x `columns`, and `filters`; `channels` and `stages` of what is fetched at a time;
     pixels reach the tensor cores from registers, or from shared memory."""
 
-    share: str
-    slots: int
-    rows: int
-    columns: int
-    channels: int
-    filters: int
-    stages: int
-    from_registers: bool
+    share: str = "depth"
+    slots: int = 1
+    rows: int = 8
+    columns: int = 16
+    channels: int = 32
+    filters: int = 64
+    stages: int = 3
+    from_registers: bool = False
 
     @property
     def boxes(self) -> int:
@@ -150,10 +168,10 @@ class NarrowTile(NamedTuple):
     Where `share` is "rolled", rows are gone through one by one, `slots` of them to a strip.
     """
 
-    share: str
-    slots: int
-    channels: int
-    stages: int
+    share: str = "depth"
+    slots: int = 1
+    channels: int = 32
+    stages: int = 3
 
     def resident(self, weight: tuple[int, ...], itemsize: int, shared: int) -> int:
         """How many programs a multiprocessor holds: with two, one multiplies while the other one adds up and
