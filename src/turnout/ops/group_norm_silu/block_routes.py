@@ -17,6 +17,7 @@ from turnout.ops.group_norm_silu import (
     GROUP_NORM_SILU_INTO,
     LARGE_ON_CPU,
     MOST_AXES,
+    GroupNormSilu,
     guards,
 )
 from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums, steps_of
@@ -33,6 +34,7 @@ from turnout.ops.group_norm_silu.blocks import (
 )
 from turnout.ops.group_norm_silu.padded import (
     GROUP_NORM_SILU_PAD,
+    GroupNormSiluPad,
     fill_border,
     inside_of,
     padded_shape,
