@@ -12,6 +12,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ Row = dict[str, Any]
 
 README_MODELS = ("wan-vae", "wan22-vae", "flux-vae", "ltx-vae", "flux", "wan", "mamba", "mamba-decode")
 README_DEVICE = "nvidia-h200"
+WIDTH = 110  # columns of lines in pages that people edit; tables of results are as wide as they need
 # Files of results that are not of an op's cases.
 OTHERS = ("card", "first-call", "fuzz", "gpu-tests", "race", "ranks", "router")
 
@@ -78,6 +80,17 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]], numbers: int = 0) 
     rules = ["---"] * (len(head) - numbers) + ["--:"] * numbers
     lines = [head, rules, *body]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def items(lines: Iterable[str]) -> str:
+    """A list of Markdown, its lines wrapped."""
+    options = {
+        "width": WIDTH,
+        "subsequent_indent": "  ",
+        "break_on_hyphens": False,
+        "break_long_words": False,
+    }
+    return "".join(f"{textwrap.fill('- ' + line, **options)}\n" for line in lines)
 
 
 def in_time(us: float) -> str:
@@ -183,19 +196,21 @@ def readme_races() -> str:
         row = results[name]
         kind, _, stock, compiled, fast, graphs, *rest = race_cells(row)
         title = notes()["titles"].get(kind) or re.sub(r", \w+:", ",", kind).split(" (")[0]
-        stock += f" (torch.compile {compiled})" if compiled else ""
-        fast += f" ({graphs} with CUDA graphs)" if graphs else ""
+        if compiled:
+            caveats.append(f"{title}: torch.compile takes {compiled}.")
+        if graphs:
+            caveats.append(f"{title}: CUDA graphs take {graphs}.")
         marks = [
             note for note in notes()["races"] if (note["model"], note["commit"]) == (name, row.get("commit"))
         ]
         caveats += [f"{title}: {note['note']}." for note in marks]
-        body.append([title, stock, fast, *rest, f"`{row['commit']}`"])
+        body.append([title, stock, fast, *rest])
     used = [results[name] for name in README_MODELS]
     device, dtypes = used[0]["device"], sorted({row["dtype"] for row in used})
-    software = sorted({measured_with(row).split(", ", 1)[1] for row in used})
-    message = f"{device}, {' and '.join(dtypes)}, random weights, {'; '.join(software)}:"
-    head = ("model", "stock", "turnout", "speed-up", "memory, MiB", "PSNR, dB", "commit")
-    return f"{message}\n\n{table(head, body)}" + "".join(f"\n{caveat}\n" for caveat in caveats)
+    conditions = sorted({measured_with(row) for row in used})
+    message = f"{device}, {' and '.join(dtypes)}, random weights, commit {'; commit '.join(conditions)}:"
+    head = ("model", "stock", "turnout", "speed-up", "memory", "PSNR")
+    return f"{message}\n\n{table(head, body)}" + (f"\n{items(caveats)}" if caveats else "")
 
 
 # ---- ops
@@ -395,8 +410,8 @@ def devices() -> str:
     lines = []
     for slug in slugs():
         count = sum(len(rows(slug, path.stem)) for path in (RESULTS / slug).glob("*.jsonl"))
-        lines.append(f"- [{slug}]({slug}.md): {notes()['devices'].get(slug, '')} {count} rows.")
-    return "\n".join(lines) + "\n"
+        lines.append(f"[{slug}]({slug}.md): {notes()['devices'].get(slug, '')} {count} rows.")
+    return items(lines)
 
 
 # ---- from the registries
@@ -426,39 +441,44 @@ def versions() -> str:
     oldest, newest_known = map(in_version, TRITON)
     compiled = ", ".join(map(in_version, COMPILED))
     ran = [Verified(**run) for run in json.loads(verified())]
-    lines = [
-        f"- torch {in_version(TORCH[0])} to {in_version(TORCH[1])}; older ones are refused at import.",
-        f"- Triton {oldest} to {newest_known}; every kernel is compiled by the tests with {compiled}.",
-        *(f"- Run on a card: torch {each.torch} with Triton {each.triton}; {each}." for each in ran),
-    ]
-    return "\n".join(lines) + "\n"
+    return items(
+        [
+            f"torch {in_version(TORCH[0])} to {in_version(TORCH[1])}; older ones are refused at import.",
+            f"Triton {oldest} to {newest_known}; every kernel is compiled by the tests with {compiled}.",
+            *(f"Run on a card: torch {each.torch} with Triton {each.triton}; {each}." for each in ran),
+        ]
+    )
 
 
 def models() -> str:
-    """The models that are known, with their races."""
+    """The models that are known, by package, with their races."""
     from turnout.models.accelerate import MODELS
     from turnout.race.models import RACERS
 
-    body = []
+    by_package: dict[str, list[str]] = defaultdict(list)
     for key in sorted(MODELS):
         name = key.rsplit(".", 1)[1]
         races = [f"`{race}`" for race, racer in RACERS.items() if racer.model == name]
-        body.append([f"`{name}`", key.split(".")[0], ", ".join(races)])
-    return table(("model", "package", "races (`turnout race`)"), body)
+        by_package[key.split(".")[0]].append(f"`{name}`" + (f": {', '.join(races)}" if races else ""))
+    return "\n".join(
+        f"Of {package}, with the races of each:\n\n{items(names)}" for package, names in by_package.items()
+    )
 
 
 def fused_parts() -> str:
-    """The classes that have an adapter of their own, by the module they are in and the releases they were
-    tried with.
-    """
+    """The classes that have an adapter of their own, by the releases they were tried with and by module."""
     file = ROOT / "src" / "turnout" / "models" / "fingerprints.json"
-    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    grouped: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, prints in sorted(json.loads(file.read_text(encoding="utf-8")).items()):
         module, name = key.rsplit(".", 1)
         tried = releases(release for result in prints.values() for release in result)
-        grouped[module, tried].append(f"`{name}`")
-    body = [[f"`{module}`", ", ".join(names), tried] for (module, tried), names in grouped.items()]
-    return table(("module", "classes", "tried with"), body)
+        grouped[tried][module].append(f"`{name}`")
+    return "\n".join(f"{tried}:\n\n{_modules(modules)}" for tried, modules in grouped.items())
+
+
+def _modules(classes: dict[str, list[str]]) -> str:
+    """A list of modules, each with its classes."""
+    return items(f"`{module}`: {', '.join(names)}" for module, names in classes.items())
 
 
 def cards() -> str:
@@ -475,17 +495,22 @@ def cards() -> str:
 
 
 def routes() -> str:
-    """Every op and its routes."""
+    """Every op with the functions that call it, and its routes by their numerics."""
     import turnout
     from turnout.routing.op import OPS
     from turnout.routing.public import PUBLIC
 
-    body = []
+    lines = []
     for name, op in OPS.items():
         functions = [f"`{function}`" for function, public in PUBLIC.items() if op in public.ops]
-        listed = [f"`{route.name}` ({route.numerics})" for route in turnout.routes(op)]
-        body.append([f"`{name}`", ", ".join(functions), ", ".join(listed)])
-    return table(("op", "called by", "routes besides the reference"), body)
+        callers = f" (called by {' and '.join(functions)})" if functions else " (called by other ops only)"
+        callers = "" if functions == [f"`{name}`"] else callers
+        by_class: dict[str, list[str]] = defaultdict(list)
+        for route in turnout.routes(op):
+            by_class[route.numerics].append(f"`{route.name}`")
+        listed = "; ".join(f"{numerics}: {', '.join(names)}" for numerics, names in by_class.items())
+        lines.append(f"**`{name}`**{callers}. {listed[:1].upper()}{listed[1:]}.")
+    return items(lines)
 
 
 def main(words: list[str]) -> int:

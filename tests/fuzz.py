@@ -35,7 +35,7 @@ from torch import Tensor
 
 from tests.walk import OPS, random_call
 from turnout.bench.sweep import commit, keep_row, versions
-from turnout.measure.verify import Trial, outputs, relative_error, rolled, truth
+from turnout.measure.verify import Verifier, outputs, relative_error, rolled, truth
 from turnout.routing.case import laid_like
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
@@ -187,7 +187,7 @@ def sprinkle(op: Op, draw: random.Random, args: tuple) -> tuple[tuple, str]:
     return _of_floats(args, change), EDGES if kind == "edges" else f"some {kind}"
 
 
-class Fuzzed(Trial):
+class Fuzzed(Verifier):
     """A trial of values that need not be finite; with `outliers`, some are far larger than the rest."""
 
     def __init__(self, op: Op, args: tuple, *, outliers: bool, draws: int | None = None):
@@ -215,9 +215,9 @@ class Fuzzed(Trial):
         first = args[0]
         return args if i == 0 or not first.dim() else (laid_like(first, rolled(first, i * 61)), *args[1:])
 
-    def too_far(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
+    def error_mismatch(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
         if not (true.is_floating_point() or true.is_complex()):
-            return super().too_far(output, reference, true)
+            return super().error_mismatch(output, reference, true)
         ours = output.isfinite()
         allowed = (true.isfinite(), true.to(output.dtype).isfinite(), reference.isfinite())
         astray = torch.stack([ours != finite for finite in allowed]).all(0)
@@ -234,7 +234,7 @@ class Fuzzed(Trial):
         smallest = torch.finfo(output.dtype).tiny
         wide = output.to(true.dtype)
         wide = torch.where((wide - true).abs() <= smallest, true, wide)
-        why = super().too_far(wide, reference, true)
+        why = super().error_mismatch(wide, reference, true)
         if why is None:
             return None
         alone = output.dtype is torch.float32 and true.unique().numel() <= FEW
@@ -242,7 +242,7 @@ class Fuzzed(Trial):
         return None if relative_error(wide, true) <= most else why
 
 
-def complaints(op: Op, call: Call) -> Iterator[tuple[str, str | None]]:
+def mismatches(op: Op, call: Call) -> Iterator[tuple[str, str | None]]:
     """Each route that takes a call, in one of its configurations, and what is wrong with it, or None."""
     args, outliers = call.args, EDGES in call.changes
     before, device = _memory(args), Device.of(args[0].device)
@@ -264,9 +264,9 @@ def complaints(op: Op, call: Call) -> Iterator[tuple[str, str | None]]:
         runs[route.name] = (route.numerics, functools.partial(route.run, **config))
     for name, (numerics, run) in runs.items():
         try:
-            why = trial.complaint(numerics, run)
+            why = trial.mismatch(numerics, run)
             if why is not None:  # a few numbers may be off by luck, and many may be the same one
-                why = Fuzzed(op, args, outliers=outliers, draws=MANY).complaint(numerics, run)
+                why = Fuzzed(op, args, outliers=outliers, draws=MANY).mismatch(numerics, run)
         except Exception as failure:
             why = f"it raised {type(failure).__name__}: {failure}"
         if why is None and not all(map(torch.equal, before, _memory(args))):
@@ -337,7 +337,7 @@ def try_case(op: Op, seed: int, device: torch.device, result: dict[str, Any]) ->
     refused, why = refused_by_both(op, args)
     result["cases"] += 1
     result["refused"] += refused
-    verdicts = iter([(REFERENCE, why)] if why else []) if refused else complaints(op, call)
+    verdicts = iter([(REFERENCE, why)] if why else []) if refused else mismatches(op, call)
     tensors = [x for x in args if isinstance(x, Tensor)]
     if not refused:
         result["empty"] += any(not x.numel() for x in tensors)
@@ -403,7 +403,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--op", action="append", help="this op only; may be given more than once")
-    parser.add_argument("--only", help="one case again: OP:SEED, as a complaint names it")
+    parser.add_argument("--only", help="one case again: OP:SEED, as a mismatch names it")
     parser.add_argument("--state", type=Path, default=HOME / ".fuzz", help="where the state of runs is kept")
     parser.add_argument("--out", type=Path, help="a folder of results: counts are written to its fuzz.jsonl")
     parser.add_argument("--threads", type=int, default=1, help="torch's threads on a CPU")

@@ -10,7 +10,7 @@ import torch
 
 import turnout  # noqa: F401
 from turnout.launch import prepare_from_plan
-from turnout.measure.verify import Trial, outputs, truth
+from turnout.measure.verify import Verifier, outputs, truth
 from turnout.routing.case import copy
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
@@ -35,7 +35,7 @@ def equal(op, run, args):
     Sums of small integers are exact, so values must be the same bit for bit; an op that divides or takes
     roots says in its cases that it is not `exact`, and is held to `close` instead."""
     if not op.declared_cases.exact:
-        return Trial(op, args).complaint("close", run) is None
+        return Verifier(op, args).mismatch("close", run) is None
     actual, expected = outputs(op, run, args), outputs(op, op.reference, args)
     alike = [
         x.dtype == y.dtype and (not y.numel() or x.stride() == y.stride())

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from turnout import parallel as parallel
     from turnout.measure.tune import tune
     from turnout.models.accelerate import accelerate, accelerated, restore
+    from turnout.models.warm import warm
     from turnout.parallel.distribute import distribute
-    from turnout.warming.warmed import warm
 
 __all__ = [
     "Refused",
@@ -91,7 +91,7 @@ _DEFINED_IN = {  # public name: the module that is loaded when the name is first
     "distribute": "turnout.parallel.distribute",
     "restore": "turnout.models.accelerate",
     "tune": "turnout.measure.tune",
-    "warm": "turnout.warming.warmed",
+    "warm": "turnout.models.warm",
 }
 _SUBPACKAGES = ("models", "parallel")  # public too, and importing them binds their names here
 

@@ -1,4 +1,4 @@
-"""explain and routes: which route a call would take, and why."""
+"""Ask which route a call would take and why (`explain`), and which routes there are (`routes`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from turnout.routing.public import lower, op_named
 def explain(
     op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any
 ) -> Verdict:
-    """Which route a call would take on its device, by which authority, and why no other. Runs no kernel.
+    """Tell which route a call would take, who decided that, and why the others would not run it.
 
-    `op` is a public function or its name; the other arguments are exactly those of the call, by position or
-    by name. (An op that has no public function takes its reference's arguments.) The answer is about a call
-    made here and now: under this autocast, inside this transform or mode, with this pin. `device` asks for a
-    card that is not here, by name ("h200"); the tensors may then be anywhere, also fake or on the meta
-    device. `str()` of the answer is for people, `.json()` for reports.
+    No kernel runs. `op` is a public function or its name, and the other arguments are exactly those of the
+    call, by position or by name. (An op that has no public function takes its reference's arguments.) The
+    answer holds for a call made here and now: under this autocast, inside this transform or mode, with this
+    pin. With `device`, it is about a card that need not be in this machine, by name ("h200"); the tensors may
+    then be anywhere, also fake or on the meta device. `str()` of the answer is for people, `.json()` for
+    reports.
 
     >>> import torch, turnout
     >>> verdict = turnout.explain("dot", torch.ones(3), torch.ones(3))
@@ -32,8 +33,9 @@ def explain(
 
 
 def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> None:
-    """Raise ValueError, in torch's words, where a call's shapes do not fit each other. All tensors are on the
-    meta device, so nothing is computed.
+    """Raise ValueError, in torch's words, if the shapes of a call do not fit each other.
+
+    All tensors are on the meta device, so nothing is computed.
 
     >>> import torch
     >>> a, b = torch.empty(3, device="meta"), torch.empty(4, device="meta")
@@ -55,8 +57,7 @@ def routes(op: None = None) -> dict[str, list[str]]: ...
 @overload
 def routes(op: str | Callable[..., Any] | Op) -> list[Route]: ...
 def routes(op: str | Callable[..., Any] | Op | None = None) -> dict[str, list[str]] | list[Route]:
-    """The routes of an op, in the order they were declared; without an op, the names of all ops and of their
-    routes.
+    """List the routes of an op, in the order they were declared; without an op, the names of all ops' routes.
 
     >>> import turnout
     >>> names = turnout.routes()["dot"]

@@ -39,7 +39,7 @@ def reused_barriers(ptx: str) -> list[int]:
     return sorted(barrier for barrier in created - ended if min(stores) <= barrier <= max(stores))
 
 
-def complaint(compiled: Compiled, shared: int, tuned: bool) -> str | None:
+def mismatch(compiled: Compiled, shared: int, tuned: bool) -> str | None:
     """What a kernel needs that it should not, in words.
 
     Of those that no model's call takes: more memory than there is.
@@ -69,7 +69,7 @@ def test_kernels_compile_as_they_should(card, part):
     results = []
     for chosen in compiled_here(card)[part::PARTS]:
         for compiled in compile_launches([chosen.launch], device):
-            why = complaint(compiled, device.shared, chosen.tuned)
+            why = mismatch(compiled, device.shared, chosen.tuned)
             results += [f"{chosen.name}: {why}"] if why else []
     assert results == []
 

@@ -52,7 +52,7 @@ def test_pages_have_what_a_visit_to_a_card_wrote(tmp_path, monkeypatch):
         "| convolution | 2 | 20.0 us | 30.0 us |", "| 5 | 5 |  |", "turnout, CUDA graphs",
     ):  # fmt: skip
         assert said in page
-    assert "(2.00 ms with CUDA graphs)" in docs_pages.readme_races()
+    assert "CUDA graphs take 2.00 ms." in docs_pages.readme_races()
     (run,) = json.loads(docs_pages.verified())
     assert run == {
         "torch": "2.11.0", "triton": "3.6.0", "card": "NVIDIA H200", "tests": 5, "passed": 5,

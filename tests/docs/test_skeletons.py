@@ -80,7 +80,7 @@ import torch, turnout, doctest
 import squared_relu
 from squared_relu import squared_relu as function
 from turnout import doctor
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 
 x = torch.randn(64, 64)
 assert torch.equal(function(x), torch.relu(x) ** 2)

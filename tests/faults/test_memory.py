@@ -68,8 +68,8 @@ def test_two_instances_have_one_class():
 
 
 def test_settings_are_bounded(monkeypatch):
-    monkeypatch.setattr(settings, "_MOST_KNOWN", 4)
+    monkeypatch.setattr(settings, "_MOST_INTERNED", 4)
     for name in ("dot", "inner", "matmul", "conv2d", "conv3d", "attention", "norm_rope"):
         with turnout.pin(**{name: "reference"}), turnout.pin(selective_scan="reference"):
             assert turnout.dot(torch.ones(3), torch.ones(3)).item() == 3
-            assert len(settings._known) <= 4
+            assert len(settings._interned) <= 4

@@ -216,7 +216,7 @@ def test_a_row_that_cannot_be_is_told_by_doctor(measured):
     unknown = {name: {"block": 7} for name in each_row.config}
     lines = {
         "1 row of ops that are not known: dott (1)": {"op": "dott"},
-        "1 row measured with another machine or other settings: threads 3, vectors none (1)": {
+        "1 row of another machine or other settings: threads 3, vectors none (1)": {
             "machine": {"threads": 3, "vectors": "none"}
         },
         f"1 row of calls or configurations that no route takes: {op.name} (1)": {"config": unknown},

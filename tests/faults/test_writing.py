@@ -24,8 +24,9 @@ from tests.walk import random_call, runs_on_numba
 from turnout.routing import failures
 from turnout.routing.choose import Refused
 from turnout.routing.device import Device
+from turnout.routing.mutation import WriteRefused
 from turnout.routing.op import OPS
-from turnout.routing.writing import Layout, WriteRefused, overlaps_itself, share_memory
+from turnout.routing.overlap import Layout, overlaps_itself, share_memory
 
 PATTERNS = int(os.environ.get("TURNOUT_PATTERNS", "1500"))
 CPU = Device.of("cpu")

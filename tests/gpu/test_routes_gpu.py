@@ -22,7 +22,7 @@ from tests.walk import (
     random_call,
 )
 from turnout.measure.tune import measure, peak_mib
-from turnout.measure.verify import Trial, outputs
+from turnout.measure.verify import Verifier, outputs
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 
@@ -41,14 +41,14 @@ def test_every_route_takes_every_case_right(op, case):
     takes them.
     """
     args = op.arguments(*case.make(GPU, 1))
-    trial = Trial(op, args)
+    trial = Verifier(op, args)
     device, problem = Device.of(GPU), op.problem(*args)
     for route in op.routes.values():
         if any(route.refuses(problem, device)):
             continue
         for config in route.configs(problem, device)[:1]:
             run = route.prepared(args, config).call
-            assert trial.complaint(route.numerics, run) is None, (route.name, config)
+            assert trial.mismatch(route.numerics, run) is None, (route.name, config)
             actual, repeated = outputs(op, run, args), outputs(op, run, args)
             assert all(torch.equal(x, y) for x, y in zip(actual, repeated, strict=True)), (
                 "not the same from run to run"

@@ -12,7 +12,7 @@ import torch
 
 from tests.own_outputs import as_tuple, assert_apart
 from tests.walk import CPU, H200, LAUNCHING, calls, copy, equal, lets_pass, triton_routes
-from turnout.routing.writing import Layout, overlaps_itself
+from turnout.routing.overlap import Layout, overlaps_itself
 
 SMALL = {"block": 64, "vectors": 4, "channels": 16, "groups": 2, "rows": 2}
 ENOUGH, SECONDS = 6, 1.0  # checks at least, and how long to go on for more

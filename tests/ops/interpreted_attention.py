@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from turnout.launch import start
-from turnout.measure.verify import Trial, truth
+from turnout.measure.verify import Verifier, truth
 from turnout.ops.attention import ATTENTION, like_queries, valid_keys
 from turnout.ops.attention.launches import combine_launch, run_flash
 
@@ -45,7 +45,7 @@ def test_every_block_size_is_close(rows, keys):
     for causal, lengths, masked in ((False, False, False), (True, True, True)):
         for length in (rows + 5, 7):
             args = call(length, keys + 9, 24, causal, lengths, masked)
-            assert Trial(ATTENTION, args).complaint("close", run_with(rows, keys)) is None, (
+            assert Verifier(ATTENTION, args).mismatch("close", run_with(rows, keys)) is None, (
                 length,
                 causal,
                 lengths,
@@ -57,7 +57,7 @@ def test_every_block_size_is_close(rows, keys):
 @pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 40), (19, 1)])
 def test_short_and_odd_lengths(dim, rows, keys):
     assert (
-        Trial(ATTENTION, call(rows, keys, dim, False, False, False)).complaint("close", run_with(16, 32))
+        Verifier(ATTENTION, call(rows, keys, dim, False, False, False)).mismatch("close", run_with(16, 32))
         is None
     )
 
@@ -90,7 +90,7 @@ def test_large_scores_and_fully_masked_queries():
     q, k, v, *_ = call(5, 40, 16, False, False, False)
     args = (200 * q, 200 * k, v, None, False, 0.01, torch.tensor([[40, 0], [0, 0]], dtype=torch.int32), [])
     out = run_with(16, 16)(*args)
-    assert Trial(ATTENTION, args).complaint("close", run_with(16, 16)) is None
+    assert Verifier(ATTENTION, args).mismatch("close", run_with(16, 16)) is None
     assert (out[1] == 0).all()
 
 
@@ -151,7 +151,7 @@ def test_kernel_continues_from_partial_results(lengths, step, apart, monkeypatch
     run = functools.partial(
         valid_keys.common_keys, step=step, apart=apart, rows=16, keys=16, warps=4, stages=1
     )
-    assert Trial(ATTENTION, (q, k, v, None, False, 0.2, None, lengths)).complaint("close", run) is None
+    assert Verifier(ATTENTION, (q, k, v, None, False, 0.2, None, lengths)).mismatch("close", run) is None
     assert all(keys % step == 0 or keys < step for keys in seen)
 
 

@@ -10,7 +10,7 @@ import torch
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes  # noqa: F401
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.routing.device import Device
 from turnout.routing.op import OPS
 
@@ -68,7 +68,7 @@ def test_silu_is_close(op, route):
     seen = 0
     for seed, args in enumerate(taken_calls(op, route, 100, 6)):
         args = with_silu(op, args, seed)
-        assert Trial(op, args).complaint(route.numerics, route.run) is None, op.problem(*args)
+        assert Verifier(op, args).mismatch(route.numerics, route.run) is None, op.problem(*args)
         seen += 1
     assert seen >= 2
 

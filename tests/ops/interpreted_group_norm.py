@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.measure.verify import Trial, relative_error, truth
+from turnout.measure.verify import Verifier, relative_error, truth
 from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums
 from turnout.ops.group_norm_silu.blocks import Where, blocks_of, grain
 from turnout.ops.group_norm_silu.cases import inside_border
@@ -28,9 +28,11 @@ def last(*shape):
     return torch.randn(shape[0], *shape[2:], shape[1]).movedim(-1, 1)
 
 
-def complaint(name, route, args, **config):
+def mismatch(name, route, args, **config):
     op = OPS[name]
-    return Trial(op, args).complaint(op.routes[route].numerics, lambda *a: op.routes[route].run(*a, **config))
+    return Verifier(op, args).mismatch(
+        op.routes[route].numerics, lambda *a: op.routes[route].run(*a, **config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_inside_a_border(sizes, channels, groups, gapped, dtype):
     weight, bias = (None if plain else torch.randn(channels, dtype=dtype) for _ in range(2))
     out = inside_border(x)
     args = (x, groups, weight, bias, out, 1e-6, not plain)
-    assert complaint(op.name, "gapped-rows", args, **SMALL) is None
+    assert mismatch(op.name, "gapped-rows", args, **SMALL) is None
     out._base.fill_(77)
     op.routes["gapped-rows"].run(*args, **SMALL)
     assert (out != 77).all()
@@ -72,7 +74,7 @@ def test_expanded_and_permuted_inputs():
     picture = last(1, 8, 1, 4, 5)
     for x in (picture.expand(2, 8, 3, 4, 5), last(1, 8, 3, 4, 5)[:, :, ::2, :, 1:].transpose(2, 4)):
         assert (
-            complaint("group_norm_silu", "gapped-rows", (x, 2, None, torch.randn(8), 1e-6, True), **SMALL)
+            mismatch("group_norm_silu", "gapped-rows", (x, 2, None, torch.randn(8), 1e-6, True), **SMALL)
             is None
         )
 
@@ -90,7 +92,7 @@ def test_expanded_and_permuted_inputs():
 def test_with_a_border(sizes, padding, mode):
     x = last(2, 6, *sizes)
     args = (x, 2, torch.randn(6), torch.randn(6), 1e-6, True, list(padding), mode)
-    assert complaint("group_norm_silu_pad", "gapped-rows", args, **SMALL) is None
+    assert mismatch("group_norm_silu_pad", "gapped-rows", args, **SMALL) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_scale_and_shift_of_blocks(sizes, small, first_apart):
     """Channels of the shift come first: they are copied. The scale is in another dtype."""
     x, scale, shift = last(2, 6, *sizes).half(), last(2, 6, *small), last(2, 6, *small).half().contiguous()
     args = (x, 2, torch.randn(6).half(), None, scale, shift, 1e-6, True, first_apart)
-    assert complaint("spatial_norm_silu", "gapped-rows", args, **SMALL) is None
+    assert mismatch("spatial_norm_silu", "gapped-rows", args, **SMALL) is None
 
 
 @pytest.mark.parametrize("axis", [-2, -1], ids=["height", "width"])

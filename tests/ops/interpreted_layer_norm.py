@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.routing.op import OPS
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -17,9 +17,11 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def complaint(name, args, **config):
+def mismatch(name, args, **config):
     op = OPS[name]
-    return Trial(op, args).complaint("close", lambda *arguments: op.routes["rows"].run(*arguments, **config))
+    return Verifier(op, args).mismatch(
+        "close", lambda *arguments: op.routes["rows"].run(*arguments, **config)
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
@@ -30,22 +32,22 @@ def test_tokens_of_3072_channels(tokens, wide):
     shift, scale, gate = torch.randn(2, 1, 3, 3072, dtype=wide).unbind(2)
     tile = {"tokens": tokens, "channels": 1024, "warps": 4}
     assert (
-        complaint("layer_norm_modulate", (x, residual, gate, None, None, scale, shift, 1e-6), **tile) is None
+        mismatch("layer_norm_modulate", (x, residual, gate, None, None, scale, shift, 1e-6), **tile) is None
     )
-    assert complaint("gated_add", (x, residual, gate), **tile) is None
+    assert mismatch("gated_add", (x, residual, gate), **tile) is None
 
 
 def test_channels_that_fill_no_tile():
     x, (weight, bias) = torch.randn(1, 5, 999), torch.randn(2, 999)
     gates = torch.randn(1, 5, 2, 999).unbind(2)
     args = (x, x.flip(1), gates[0], weight, bias, gates[1], None, 1e-6)
-    assert complaint("layer_norm_modulate", args, tokens=2, channels=1024, warps=4) is None
+    assert mismatch("layer_norm_modulate", args, tokens=2, channels=1024, warps=4) is None
 
 
 def test_large_mean_keeps_variance_accurate():
     """x = 1000 + noise in float32: sums of squares would leave nothing of the variance."""
     x = 1000 + torch.randn(1, 4, 160)
     assert (
-        complaint("layer_norm_modulate", (x, None, None, None, None, None, None, 1e-6), tokens=4, channels=32)
+        mismatch("layer_norm_modulate", (x, None, None, None, None, None, None, 1e-6), tokens=4, channels=32)
         is None
     )

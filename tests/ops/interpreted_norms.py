@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401
-from turnout.measure.verify import Trial, relative_error, truth
+from turnout.measure.verify import Verifier, relative_error, truth
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 from turnout.routing.op import OPS
 
@@ -19,9 +19,11 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def complaint(name, route, args, **config):
+def mismatch(name, route, args, **config):
     op = OPS[name]
-    return Trial(op, args).complaint(op.routes[route].numerics, lambda *a: op.routes[route].run(*a, **config))
+    return Verifier(op, args).mismatch(
+        op.routes[route].numerics, lambda *a: op.routes[route].run(*a, **config)
+    )
 
 
 @pytest.mark.parametrize("pairing", ["interleaved", "half"])
@@ -36,7 +38,7 @@ def test_norm_rope_heads_of_128(norm, pairing):
     rest = (turns.cos(), turns.sin(), 1e-6, norm, 128, pairing, "bhsd", False)
     tile = {"tokens": 2, "heads": 2, "chunks": 3, "warps": 4}
     assert (
-        complaint(
+        mismatch(
             "norm_rope", "one-pass", (q, None, k, None, weights[0], None, weights[1], None, *rest), **tile
         )
         is None
@@ -63,16 +65,16 @@ def test_rotation_alone_is_exact():
         "bhsd",
         False,
     )
-    assert complaint("norm_rope", "rotate", args, tokens=4, heads=1, chunks=2) is None
+    assert mismatch("norm_rope", "rotate", args, tokens=4, heads=1, chunks=2) is None
 
 
 @pytest.mark.parametrize("channels", [96, 40])
 def test_rows_of_several_tiles(channels):
     x = torch.randn(1, channels, 2, 3, 3).half().contiguous(memory_format=LAST)
     args = (x, torch.randn(channels).half(), None, 1e-12, 1, "normalize", True)
-    assert complaint("rms_norm_silu", "rows", args, rows=4, channels=8) is None
+    assert mismatch("rms_norm_silu", "rows", args, rows=4, channels=8) is None
     into = (*args[:3], behind_cache(x), *args[3:])
-    assert complaint("rms_norm_silu_into", "rows", into, rows=4, channels=32) is None
+    assert mismatch("rms_norm_silu_into", "rows", into, rows=4, channels=32) is None
 
 
 @pytest.mark.parametrize("route", ["rows", "planes"])
@@ -99,4 +101,4 @@ def test_group_norm_into_a_buffer_with_gaps(route):
     )
     args = (x, 2, torch.randn(6), None, behind_cache(x), 1e-6, True)
     tile = {"columns": 4, "rows": 2, "unroll": 2} if route == "rows" else {"lanes": 8, "unroll": 2}
-    assert complaint("group_norm_silu_into", route, args, **tile) is None
+    assert mismatch("group_norm_silu_into", route, args, **tile) is None

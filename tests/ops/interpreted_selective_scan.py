@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.walk import CPU
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.selective_scan.cases import case as scan_case
 from turnout.ops.selective_scan_update.cases import case as update_case
 from turnout.routing.op import OPS
@@ -25,14 +25,14 @@ def test_small_steps_keep_their_digits(seed):
         *scan_case("long", TRAINED, 1, 16, 24, torch.float32, states=16, held=True).make(CPU, seed)
     )
     run = functools.partial(op.routes["one-launch"].run, channels=16, steps=8, warps=1)
-    assert Trial(op, args).complaint("close", run) is None
+    assert Verifier(op, args).mismatch("close", run) is None
 
 
 def test_steps_from_logarithms_in_place():
     op = OPS["selective_scan_update"]
     args = op.arguments(*update_case("step", TRAINED, 3, 100, torch.float32).make(CPU, 1))
     run = functools.partial(op.routes["one-launch"].run, channels=32, warps=1)
-    assert Trial(op, args).complaint("close", run) is None
+    assert Verifier(op, args).mismatch("close", run) is None
 
 
 @pytest.mark.parametrize("steps", [1, 2, 8])

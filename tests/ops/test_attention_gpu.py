@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import turnout
 from turnout.measure.tune import peak_mib
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.attention import ATTENTION, padding
 from turnout.ops.attention.launches import run_flash, run_wide_hopper
 from turnout.routing.device import Device
@@ -32,9 +32,9 @@ def tensors(batch, heads, kv_heads, rows, keys, dim, dtype=torch.bfloat16, insid
     return one(heads, rows), one(kv_heads, keys), one(kv_heads, keys)
 
 
-def complaint(run, q, k, v, mask=None, causal=False, kv_lengths=None):
+def mismatch(run, q, k, v, mask=None, causal=False, kv_lengths=None):
     args = (q, k, v, mask, causal, q.shape[3] ** -0.5, kv_lengths, [])
-    return Trial(ATTENTION, args).complaint("close", run)
+    return Verifier(ATTENTION, args).mismatch("close", run)
 
 
 def hopper():
@@ -51,7 +51,7 @@ def test_every_block_size_is_close(rows, keys, warps, stages):
     def run(q, k, v, mask, causal, scale, kv_lengths, lengths):
         return run_flash(q, k, v, None, causal, scale, kv_lengths, rows, keys, warps, stages)
 
-    assert complaint(run, q, k, v, causal=True, kv_lengths=ends) is None
+    assert mismatch(run, q, k, v, causal=True, kv_lengths=ends) is None
 
 
 @pytest.mark.parametrize("dim", [16, 40, 72, 96, 128, 160, 256])
@@ -59,7 +59,7 @@ def test_every_block_size_is_close(rows, keys, warps, stages):
 def test_usual_head_dims(dim, masked):
     q, k, v = tensors(2, 2, 2, 77, 200, dim)
     mask = (torch.rand(2, 1, 1, 200, device=GPU) < 0.5) if masked else None
-    assert complaint(ATTENTION.routes["flash-triton"].run, q, k, v, mask) is None
+    assert mismatch(ATTENTION.routes["flash-triton"].run, q, k, v, mask) is None
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -83,7 +83,7 @@ def test_wide_heads_on_hopper(shape, causal, inside, splits):
         return run_wide_hopper(q, k, v, causal, scale, splits)
 
     for dtype in (torch.bfloat16, torch.float16):
-        assert complaint(run, *tensors(*shape, dtype=dtype, inside=inside), causal=causal) is None
+        assert mismatch(run, *tensors(*shape, dtype=dtype, inside=inside), causal=causal) is None
 
 
 def refused_elsewhere(shape):
@@ -175,7 +175,7 @@ def test_two_streams_leave_nothing_behind(lengths):
     args = ATTENTION.arguments(q, k, v, kv_lengths=lengths)
     route = ATTENTION.routes["common-keys"]
     config = next(c for c in route.configs(ATTENTION.problem(*args), Device.of(GPU)) if c["apart"])
-    assert Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **config)) is None
+    assert Verifier(ATTENTION, args).mismatch("close", functools.partial(route.run, **config)) is None
 
     def run(*tensors):
         return route.run(*tensors, *args[3:], **config)
@@ -221,7 +221,9 @@ def test_uneven_key_counts(keys, inside):
     assert not any(route.refuses(ATTENTION.problem(*args), device))
     for config in route.configs(ATTENTION.problem(*args), device):
         assert (
-            Trial(ATTENTION, args).complaint("close", functools.partial(route.run, **{**config, "step": 128}))
+            Verifier(ATTENTION, args).mismatch(
+                "close", functools.partial(route.run, **{**config, "step": 128})
+            )
             is None
         )
 

@@ -15,7 +15,7 @@ import turnout
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes
-from turnout.measure.verify import Trial, outputs
+from turnout.measure.verify import Verifier, outputs
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
@@ -186,11 +186,11 @@ def test_cpu_routes_with_silu_are_close(layout, dtype):
     x = 4 * make(2, 24, 1500, layout, dtype)
     args = (x, torch.randn(24, 4).to(dtype), torch.randn(24).to(dtype), "silu", None, None, None, False)
     route = CAUSAL_CONV1D.routes["cpu-cols" if layout == "last" else "cpu-rows"]
-    assert Trial(CAUSAL_CONV1D, args).complaint(route.numerics, route.run) is None
+    assert Verifier(CAUSAL_CONV1D, args).mismatch(route.numerics, route.run) is None
     state = torch.randn(64, 24, 4).to(dtype)
     args = (x[:, :, :64].permute(2, 1, 0)[..., 0], state, args[1], args[2], "silu", None, None)
     route = CAUSAL_CONV1D_UPDATE.routes["cpu-channels"]
-    assert Trial(CAUSAL_CONV1D_UPDATE, args).complaint(route.numerics, route.run) is None
+    assert Verifier(CAUSAL_CONV1D_UPDATE, args).mismatch(route.numerics, route.run) is None
 
 
 def test_silu_of_extreme_values():

@@ -7,7 +7,7 @@ import turnout
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
 import turnout.ops.causal_conv1d_update.routes
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.causal_conv1d import CAUSAL_CONV1D, causal_conv1d
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, causal_conv1d_update
@@ -64,11 +64,11 @@ def test_close_to_float64(layout, width, dim, dtype):
             4 if packing == "cu_seqlens" else batch, dim, width - 1, device=CUDA, dtype=dtype
         )
         args = (x, weight, bias, "silu", marks, ends, initial, True)
-        trial = Trial(CAUSAL_CONV1D, args)
+        trial = Verifier(CAUSAL_CONV1D, args)
         for name in (layout, "strided"):
             route = CAUSAL_CONV1D.routes[name]
             for config in route.configs(CAUSAL_CONV1D.problem(*args), turnout.routing.device.Device.of(CUDA)):
-                assert trial.complaint("close", lambda *a, r=route, c=config: r.run(*a, **c)) is None, (
+                assert trial.mismatch("close", lambda *a, r=route, c=config: r.run(*a, **c)) is None, (
                     name,
                     config,
                     length,
@@ -82,7 +82,7 @@ def test_an_address_that_is_not_a_multiple_of_16_bytes():
         x = flat[offset : offset + 2 * 16 * 64].view(2, 16, 64)
         for argument, name in ((x, "channel-first"), (x.view(2, 64, 16).mT, "channel-last")):
             args = (argument, weight, bias, "silu", None, None, None, False)
-            assert Trial(CAUSAL_CONV1D, args).complaint("close", CAUSAL_CONV1D.routes[name].run) is None
+            assert Verifier(CAUSAL_CONV1D, args).mismatch("close", CAUSAL_CONV1D.routes[name].run) is None
 
 
 @layouts
@@ -111,10 +111,10 @@ def test_seventy_thousand_channels(layout, dtype):
     x = make(1, 70000, 40, layout, dtype)
     weight, bias = filters(70000, 4, dtype)
     args = (x, weight, bias, "silu", None, None, None, True)
-    assert Trial(CAUSAL_CONV1D, args).complaint("close", CAUSAL_CONV1D.routes[layout].run) is None
+    assert Verifier(CAUSAL_CONV1D, args).mismatch("close", CAUSAL_CONV1D.routes[layout].run) is None
     args = (x[..., 0], torch.randn(1, 70000, 4, device=CUDA, dtype=dtype), weight, bias, "silu", None, None)
     assert (
-        Trial(CAUSAL_CONV1D_UPDATE, args).complaint("close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run)
+        Verifier(CAUSAL_CONV1D_UPDATE, args).mismatch("close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run)
         is None
     )
 
@@ -175,7 +175,7 @@ def test_gradients_against_float64(layout, dtype, packing):
         CAUSAL_CONV1D_BACKWARD.problem(*args), turnout.routing.device.Device.of(CUDA)
     ):
         run = lambda *a, c=config: route.run(*a, **c)  # noqa: E731
-        assert Trial(CAUSAL_CONV1D_BACKWARD, args).complaint("close", run) is None, config
+        assert Verifier(CAUSAL_CONV1D_BACKWARD, args).mismatch("close", run) is None, config
         for a, b in zip(run(*args), run(*args), strict=True):
             assert torch.equal(a, b)  # no atomics: the same bits every time
 
@@ -205,7 +205,7 @@ def test_update_step_by_step(dtype):
             slots = torch.tensor([8, 0, -1, 3, 5], device=CUDA, dtype=torch.int32) if chosen else None
             args = (x, state if chosen else state[:5], weight, bias, "silu", lengths, slots)
             assert (
-                Trial(CAUSAL_CONV1D_UPDATE, args).complaint(
+                Verifier(CAUSAL_CONV1D_UPDATE, args).mismatch(
                     "close", CAUSAL_CONV1D_UPDATE.routes["one-launch"].run
                 )
                 is None

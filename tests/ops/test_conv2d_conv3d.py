@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import turnout
 from tests.walk import equal, random_call
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import problem as shared
@@ -49,9 +49,9 @@ def made(shape, weight, dtype=torch.float32, layout="first", bias=True):
 def keeps_promises(op, *args, least=("reference",), **kwargs):
     """All routes that take a call are right, and those in `least` are among them."""
     args = op.arguments(*args, **kwargs)
-    trial, selected = Trial(op, args), ["reference"]
+    trial, selected = Verifier(op, args), ["reference"]
     for name, numerics, run in routes_on_cpu(op, args):
-        assert trial.complaint(numerics, run) is None, name
+        assert trial.mismatch(numerics, run) is None, name
         selected.append(name)
     assert set(least) <= set(selected), selected
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.test_conv2d_conv3d import made, views
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.routing.device import Device
@@ -45,7 +45,7 @@ def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
     x, w, bias = made(shape, weight, dtype, layout)
     args = op.arguments(x, w, bias, padding=padding)
     assert not list(op.routes["winograd"].refuses(op.problem(*args), Device.of("cpu")))
-    assert Trial(op, args).complaint("close", op.routes["winograd"].run) is None
+    assert Verifier(op, args).mismatch("close", op.routes["winograd"].run) is None
 
 
 @pytest.mark.parametrize("layout", ["first", "last"])
@@ -57,7 +57,7 @@ def test_winograd_of_positive_numbers(shape, layout):
     x, w, bias = made(shape, (32, shape[1], 3, 3, 3), layout=layout)
     for argument in ((x.abs(), w, bias), (x.abs(), w.abs(), bias.abs()), (x + 10, w, None)):
         args = CONV3D.arguments(*argument, padding=1)
-        assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None
+        assert Verifier(CONV3D, args).mismatch("close", CONV3D.routes["winograd"].run) is None
 
 
 @pytest.mark.parametrize("layout", ["first", "last"])
@@ -66,7 +66,7 @@ def test_winograd_with_more_filters_than_fit(layout, monkeypatch):
         "turnout.ops.convolution.cpu.winograd.MOST_FILTERS", 4 * 16 * 16 * 3 * 20 * 2
     )  # 32 of them
     args = CONV3D.arguments(*made((2, 20, 3, 9, 10), (70, 20, 3, 3, 3), layout=layout), padding=1)
-    assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None
+    assert Verifier(CONV3D, args).mismatch("close", CONV3D.routes["winograd"].run) is None
 
 
 def test_winograd_reads_any_strides():
@@ -78,16 +78,16 @@ def test_winograd_reads_any_strides():
             else weight.transpose(3, 4).contiguous().transpose(3, 4)
         )
         args = CONV3D.arguments(x, weight, torch.randn(10)[::2], padding=1)
-        assert Trial(CONV3D, args).complaint("close", CONV3D.routes["winograd"].run) is None, name
+        assert Verifier(CONV3D, args).mismatch("close", CONV3D.routes["winograd"].run) is None, name
 
 
 def test_winograd_ignores_default_dtype_and_device():
     args = CONV2D.arguments(*made((1, 20, 9, 8), (24, 20, 3, 3)), padding=1)
-    trial, before = Trial(CONV2D, args), torch.get_default_dtype()
+    trial, before = Verifier(CONV2D, args), torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert trial.complaint("close", CONV2D.routes["winograd"].run) is None
+            assert trial.mismatch("close", CONV2D.routes["winograd"].run) is None
     finally:
         torch.set_default_dtype(before)
 
@@ -115,6 +115,6 @@ def test_winograd_on_one_thread():
     torch.set_num_threads(1)
     try:
         args = CONV2D.arguments(*made((1, 20, 30, 50), (24, 20, 3, 3)), padding=1)
-        assert Trial(CONV2D, args).complaint("close", CONV2D.routes["winograd"].run) is None
+        assert Verifier(CONV2D, args).mismatch("close", CONV2D.routes["winograd"].run) is None
     finally:
         torch.set_num_threads(before)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import turnout
-from turnout.measure.verify import Trial, allowed_error
+from turnout.measure.verify import Verifier, allowed_error
 from turnout.ops.causal_conv3d import CAUSAL_CONV3D
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
@@ -58,7 +58,7 @@ def test_small_calls_are_as_accurate_as_torch():
     draw, cpu, over, worst, tried = random.Random(0), Device.of("cpu"), [], 0.0, 0
     for _ in range(CALLS):
         op, args = small_call(draw)
-        problem, trial = op.problem(*args), Trial(op, args)
+        problem, trial = op.problem(*args), Verifier(op, args)
         allowed = allowed_error(
             torch.stack([x[0] for x in trial.expected]), torch.stack([x[0] for x in trial.true])
         )
@@ -66,7 +66,7 @@ def test_small_calls_are_as_accurate_as_torch():
             if any(route.refuses(problem, cpu)):
                 continue
             run = functools.partial(route.run, **route.configs(problem, cpu)[0])
-            why, tried = trial.complaint(route.numerics, run), tried + 1
+            why, tried = trial.mismatch(route.numerics, run), tried + 1
             if why is not None:
                 over.append((op.name, route.name, problem, why))
                 worst = max(worst, trial.error(run) / allowed)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import turnout
 from tests.walk import lets_pass
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU, GROUP_NORM_SILU_INTO
 from turnout.ops.group_norm_silu.block_routes import NAME, moments
 from turnout.ops.group_norm_silu.blocks import (
@@ -66,7 +66,7 @@ def test_parts_have_the_bits_of_the_whole(layout, dtype, axis, shape):
     whole, groups = (3 + torch.randn(shape)).to(dtype), shape[1] // 2
     weight, bias = torch.randn(shape[1]).to(dtype), torch.randn(shape[1]).to(dtype)
     args = (LAYOUTS[layout](whole), groups, weight, bias, 1e-6, True)
-    assert Trial(GROUP_NORM_SILU, args).complaint("close", GROUP_NORM_SILU.routes[NAME].run) is None
+    assert Verifier(GROUP_NORM_SILU, args).mismatch("close", GROUP_NORM_SILU.routes[NAME].run) is None
     with turnout.pin(group_norm_silu=NAME):
         expected = GROUP_NORM_SILU(*args)
     for parts in (2, 3, 4, 8):
@@ -114,7 +114,7 @@ def test_bits_are_equal_for_any_number_of_threads():
 def test_all_dimensions(dtype):
     for shape in ((2, 6), (2, 6, 33), (1, 5, 7, 9), (1, 6, 2, 3, 4, 5), (3, 6, 1, 1)):
         args = (torch.randn(shape).to(dtype), shape[1] // (1 if shape[1] % 2 else 2), None, None, 1e-5, False)
-        assert Trial(GROUP_NORM_SILU, args).complaint("close", GROUP_NORM_SILU.routes[NAME].run) is None, (
+        assert Verifier(GROUP_NORM_SILU, args).mismatch("close", GROUP_NORM_SILU.routes[NAME].run) is None, (
             shape
         )
 
@@ -156,7 +156,8 @@ def test_with_a_border(layout, dtype, mode):
     for padding in ([1, 1, 1, 1, 2, 0], [2, 3, 0, 1, 0, 0], [0] * 6):
         args = (x, 2, torch.randn(6).to(dtype), None, 1e-5, True, padding, mode)
         assert (
-            Trial(GROUP_NORM_SILU_PAD, args).complaint("close", GROUP_NORM_SILU_PAD.routes[NAME].run) is None
+            Verifier(GROUP_NORM_SILU_PAD, args).mismatch("close", GROUP_NORM_SILU_PAD.routes[NAME].run)
+            is None
         )
         inside = GROUP_NORM_SILU.routes[NAME].run(*args[:6])
         assert torch.equal(GROUP_NORM_SILU_PAD.routes[NAME].run(*args), F.pad(inside, padding, mode))
@@ -171,7 +172,7 @@ def test_scale_and_shift_of_blocks_in_parts(layout, dtype):
     weight, bias = torch.randn(12).to(dtype), torch.randn(12).to(dtype)
     args = (x, 4, weight, bias, last(scale), shift, 1e-6, True, True)
     run = SPATIAL_NORM_SILU.routes[NAME].run
-    assert Trial(SPATIAL_NORM_SILU, args).complaint("close", run) is None
+    assert Verifier(SPATIAL_NORM_SILU, args).mismatch("close", run) is None
     actual, parts = moments(x, 4, 1e-6), []
     for first, end in ((0, 2), (2, 9)):
         own = (last(scale[..., first:end]), last(shift[..., first:end]))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import turnout
-from turnout.measure.verify import Trial, relative_error, truth
+from turnout.measure.verify import Verifier, relative_error, truth
 from turnout.ops.group_norm_silu import GROUP_NORM_SILU
 from turnout.ops.group_norm_silu.cases import inside_border
 from turnout.routing.op import OPS
@@ -31,7 +31,7 @@ def test_groups_of_every_kind(route, dtype):
         weight, bias = (torch.randn(channels, device=CUDA, dtype=dtype) for _ in range(2))
         args = (x, groups, weight, bias, 1e-6, True)
         run = GROUP_NORM_SILU.routes[route].run
-        assert Trial(GROUP_NORM_SILU, args).complaint("close", run) is None, (channels, groups)
+        assert Verifier(GROUP_NORM_SILU, args).mismatch("close", run) is None, (channels, groups)
         assert torch.equal(run(*args), run(*args))
 
 
@@ -80,7 +80,7 @@ def test_groups_of_every_kind_inside_a_border(gapped, dtype):
         weight, bias = (torch.randn(channels, device=CUDA, dtype=dtype) for _ in range(2))
         out = inside_border(x)
         args, run = (x, groups, weight, bias, out, 1e-6, True), op.routes["gapped-rows"].run
-        assert Trial(op, args).complaint("close", run) is None, (channels, groups)
+        assert Verifier(op, args).mismatch("close", run) is None, (channels, groups)
         out._base.fill_(77)
         run(*args)
         assert not (out == 77).all()

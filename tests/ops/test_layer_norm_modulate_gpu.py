@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import turnout
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE
 from turnout.routing.device import Device
 
@@ -33,12 +33,12 @@ def test_row_sizes(dtype, channels, wide):
         args = (x, residual, gate, None, None, scale, shift, 1e-6)
         for config in ROWS.configs(LAYER_NORM_MODULATE.problem(*args), Device.of(CUDA)):
             assert (
-                Trial(LAYER_NORM_MODULATE, args).complaint(
+                Verifier(LAYER_NORM_MODULATE, args).mismatch(
                     "close", lambda *arguments, c=config: ROWS.run(*arguments, **c)
                 )
                 is None
             )
-        assert Trial(GATED_ADD, args[:3]).complaint("close", GATED_ADD.routes["rows"].run) is None
+        assert Verifier(GATED_ADD, args[:3]).mismatch("close", GATED_ADD.routes["rows"].run) is None
 
 
 def test_unaligned_rows():
@@ -53,7 +53,7 @@ def test_unaligned_rows():
             1, 1, 1024
         )
         assert (
-            Trial(LAYER_NORM_MODULATE, (x, None, None, None, None, scale, None, 1e-6)).complaint(
+            Verifier(LAYER_NORM_MODULATE, (x, None, None, None, None, scale, None, 1e-6)).mismatch(
                 "close", ROWS.run
             )
             is None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import turnout
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.norm_rope import NORM_ROPE, arguments
 from turnout.routing.case import copy
 
@@ -281,7 +281,7 @@ def test_the_cpu_route_is_close_on_real_layouts(dtype):
             "bhsd",
             False,
         )
-        assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["cpu-rows"].run) is None
+        assert Verifier(NORM_ROPE, args).mismatch("close", NORM_ROPE.routes["cpu-rows"].run) is None
 
 
 def test_cost_model_chooses_a_route_where_it_is_faster():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import turnout
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.norm_rope import NORM_ROPE, arguments
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +37,8 @@ def test_head_sizes(dtype, dim, pairing):
             across_heads=across,
             pairing=pairing,
         )
-        trial = Trial(NORM_ROPE, args)
-        assert trial.complaint("close", NORM_ROPE.routes["one-pass"].run) is None
+        trial = Verifier(NORM_ROPE, args)
+        assert trial.mismatch("close", NORM_ROPE.routes["one-pass"].run) is None
 
 
 def test_half_types_are_the_reference_bit_for_bit_nearly_always():
@@ -62,7 +62,7 @@ def test_unaligned_and_odd_strides():
             1, 5, 4, 64
         )
         args = arguments(q, None, *tables(5, 32), q_weight=torch.randn(64, device=CUDA, dtype=torch.bfloat16))
-        assert Trial(NORM_ROPE, args).complaint("close", NORM_ROPE.routes["one-pass"].run) is None
+        assert Verifier(NORM_ROPE, args).mismatch("close", NORM_ROPE.routes["one-pass"].run) is None
 
 
 def test_tensors_of_more_than_2_31_elements():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import turnout
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 
@@ -42,7 +42,7 @@ def test_equals_wan_norm_of_diffusers(route, dtype):
         with turnout.pin(rms_norm_silu="reference"):
             assert torch.equal(turnout.rms_norm_silu(x, norm.gamma, eps=1e-12, style="normalize"), expected)
         assert (
-            Trial(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).complaint(
+            Verifier(RMS_NORM_SILU, (x, norm.gamma.reshape(-1), None, 1e-12, 1, "normalize", True)).mismatch(
                 "close", RMS_NORM_SILU.routes[route].run
             )
             is None
@@ -91,7 +91,7 @@ def test_cpu_routes_are_close_in_every_shape(route, dtype, style):
         if not any(
             RMS_NORM_SILU.routes[route].refuses(RMS_NORM_SILU.problem(*args), turnout.routing.device.cpu())
         ):
-            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, (
+            assert Verifier(RMS_NORM_SILU, args).mismatch("close", RMS_NORM_SILU.routes[route].run) is None, (
                 shape
             )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import turnout
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.ops.rms_norm_silu import RMS_NORM_SILU, RMS_NORM_SILU_INTO
 from turnout.ops.rms_norm_silu.cases_into import behind_cache
 
@@ -27,7 +27,7 @@ def test_channels_of_every_kind(route, dtype):
         weight = torch.randn(channels, device=CUDA, dtype=dtype)
         for style in ("normalize", "rms_norm"):
             args = (x, weight, None, 1e-6, 1, style, True)
-            assert Trial(RMS_NORM_SILU, args).complaint("close", RMS_NORM_SILU.routes[route].run) is None, (
+            assert Verifier(RMS_NORM_SILU, args).mismatch("close", RMS_NORM_SILU.routes[route].run) is None, (
                 channels,
                 style,
             )
@@ -60,7 +60,8 @@ def test_unaligned_rows():
         )
         args = (x, None, None, out, 1e-6, 1, "rms_norm", True)
         assert (
-            Trial(RMS_NORM_SILU_INTO, args).complaint("close", RMS_NORM_SILU_INTO.routes["rows"].run) is None
+            Verifier(RMS_NORM_SILU_INTO, args).mismatch("close", RMS_NORM_SILU_INTO.routes["rows"].run)
+            is None
         )
 
 

@@ -196,7 +196,9 @@ def test_the_same_in_every_python():
     text = """def route(a: int, b=(1, 'x')):
     c, *d = a[b, 1:], *b
     return (yield c), lambda: (c, d), {**a}, f'{a!r:>{c}}', -1.5e-7"""
-    written = hashing._written(hashing._Canonical(lambda name: name).visit(hashing.ast.parse(text).body[0]))
+    written = hashing._serialized(
+        hashing._Canonical(lambda name: name).visit(hashing.ast.parse(text).body[0])
+    )
     assert hashlib.sha256(written.encode()).hexdigest()[:16] == "8c6e04781c587494"
 
 

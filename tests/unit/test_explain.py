@@ -19,16 +19,17 @@ def test_golden_text_for_an_absent_card():
         torch.empty(50_000_000, 1, dtype=torch.bfloat16, device="meta"),
     )
     assert str(turnout.explain("matmul", a, b, device="h200")) == (
-        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1], "
-        "a_dtype=bfloat16, b_dtype=bfloat16)\n"
-        "  on      NVIDIA H200\n"
-        "  chosen  two-stage, by model: estimated 3.98x the reference\n"
+        "matmul(a=[1, 50000000], b=[50000000, 1], a_strides=[50000000, 1], b_strides=[1, 1],\n"
+        "       a_dtype=bfloat16, b_dtype=bfloat16)\n"
+        "  device  NVIDIA H200\n"
+        "  chosen  two-stage (cost model: estimated 3.98x as fast as the reference)\n"
         "  config  block=2048, warps=4, waves=8\n"
+        "  routes\n"
         "    as-dot         refused: device NVIDIA H200, this route needs a CPU\n"
-        "    single-launch  3639.9 us\n"
-        "    two-stage      51.3 us\n"
+        "    single-launch  3639.9 us estimated\n"
+        "    two-stage      51.3 us estimated\n"
         "    cpu-chunks     refused: device NVIDIA H200, this route needs a CPU\n"
-        "    reference      204.4 us"
+        "    reference      204.4 us estimated"
     )
 
 
@@ -48,9 +49,9 @@ def test_golden_reasons():
 
 def test_json_holds_the_verdict():
     verdict = turnout.explain("dot", torch.ones(3), torch.ones(3))
-    told = json.loads(verdict.json())
-    assert told["chosen"] == verdict.chosen
-    assert told["problem"] == {
+    content = json.loads(verdict.json())
+    assert content["chosen"] == verdict.chosen
+    assert content["problem"] == {
         "a": [3],
         "b": [3],
         "a_strides": [1],
@@ -58,8 +59,8 @@ def test_json_holds_the_verdict():
         "a_dtype": "float32",
         "b_dtype": "float32",
     }
-    assert told["refused"] == {name: list(why) for name, why in verdict.refused.items()}
-    assert set(told["us"]) == {"single-launch", "two-stage", "cpu-chunks", "reference"}
+    assert content["refused"] == {name: list(why) for name, why in verdict.refused.items()}
+    assert set(content["us"]) == {"single-launch", "two-stage", "cpu-chunks", "reference"}
 
 
 def test_the_function_itself_may_be_asked():

@@ -177,7 +177,7 @@ def test_every_figure_of_a_device_has_a_source():
 def test_a_constant_that_was_not_fitted_is_named():
     with pytest.raises(
         AttributeError,
-        match=r"no constant 'speed' was fitted for dot.two-stage; those are: .*host, start, share",
+        match=r"dot.two-stage has no constant 'speed'; it has: .*host, start, share",
     ):
         _ = Device.named("h200").fitted("dot.two-stage").speed
 

@@ -367,7 +367,7 @@ def test_a_stale_row_is_a_miss_that_doctor_lists(tmp_path, monkeypatch):
     assert verdict()[1] != "measured here"
     [check] = [check for check in doctor.tables() if check.what == "rows for cpu"]
     assert check.state == "warning"
-    assert "1 row with other kernels than these: dot cpu-chunks (1)" in check.note
+    assert "1 row measured with kernels that have changed since: dot cpu-chunks (1)" in check.note
 
 
 def test_a_row_whose_fastest_route_has_changed_is_a_miss_as_a_whole(tmp_path, monkeypatch):

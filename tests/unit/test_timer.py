@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from turnout.measure.timer import _steadied, _summary, time_variants
+from turnout.measure.timer import _at_usual_speed, _summary, time_variants
 
 
 def test_host_time_is_a_median_not_a_minimum():
@@ -33,8 +33,10 @@ def test_cpu_calls_have_one_time():
 
 def test_a_host_that_changes_its_speed_changes_no_difference():
     """In the middle of a run, a median of either alone would have been at one speed or the other."""
-    steadied = _steadied({"torch": [10.0, 10.0, 15.0, 15.0, 15.0], "turnout": [12.0, 12.0, 18.0, 18.0, 18.6]})
+    steadied = _at_usual_speed(
+        {"torch": [10.0, 10.0, 15.0, 15.0, 15.0], "turnout": [12.0, 12.0, 18.0, 18.0, 18.6]}
+    )
     assert steadied["torch"] == pytest.approx([15.0] * 4 + [15.0 * (18.0 / 18.6) ** 0.5])
     assert steadied["turnout"] == pytest.approx([18.0] * 4 + [18.0 * (18.6 / 18.0) ** 0.5])
     alone = {"torch": [10.0, 15.0]}
-    assert _steadied(alone) == alone
+    assert _at_usual_speed(alone) == alone

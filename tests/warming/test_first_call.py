@@ -31,9 +31,7 @@ def compiled_ahead(device):
             make(PRETENDED)()
         specs += specs_of(launches)
     with Compiler() as compiler:
-        return compile_specs(
-            compiler, specs, card, jobs=2, check=False, progress=None, begun=time.perf_counter()
-        )
+        return compile_specs(compiler, specs, card, jobs=2, progress=None, begun=time.perf_counter())
 
 
 def first_calls(where, **environment):

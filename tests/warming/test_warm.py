@@ -53,7 +53,7 @@ def kernels(specs):
 
 
 def planned(call, *args, **kwargs):
-    return kernels(specs_of_call(call, args, kwargs, card_named("h200"), lambda model: None))
+    return kernels(specs_of_call(call, args, kwargs, card_named("h200"), turnout.accelerate))
 
 
 def test_a_model_its_method_and_functions_that_use_it_are_planned_alike():
@@ -151,11 +151,11 @@ def test_check_says_what_is_missing_until_it_is_compiled(cache):
 
 
 def test_a_kernel_that_does_not_compile_does_not_stop_the_others(cache, card):
-    specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
+    specs = specs_of_call(norm(), (X,), {}, card, turnout.accelerate)
     odd: Spec = specs[0]._replace(constants=tuple((name, 3) for name, _ in specs[0].constants))
     with Compiler() as compiler:
         result = compile_specs(
-            compiler, [odd, *specs], card, jobs=1, check=False, progress=None, begun=time.perf_counter()
+            compiler, [odd, *specs], card, jobs=1, progress=None, begun=time.perf_counter()
         )
     assert len(result.named("compiled")) == 2
     [failed] = result.named("failed")
@@ -201,15 +201,15 @@ def alive(group):
 
 
 PROGRAM = """
-import sys, time
+import turnout
 from tests.warming.test_warm import X, norm
 from turnout.warming.compiling import Compiler
 from turnout.warming.planning import specs_of_call
 from turnout.warming.warmed import card_named
 card = card_named("h200")
-specs = specs_of_call(norm(), (X,), {}, card, lambda model: None)
+specs = specs_of_call(norm(), (X,), {}, card, turnout.accelerate)
 with Compiler() as compiler:
-    for answer in compiler.answers(specs, card, check=False, jobs=2):
+    for answer in compiler.answers(specs, card, jobs=2):
         print(compiler.process.pid, flush=True)
 """
 

@@ -1,9 +1,8 @@
-"""refit: compare the constants of cost models with what was measured, and fit them anew.
+"""Fit the constants of cost models to measured times.
 
-A cost is a formula with constants of a device (`devices/<device>.toml`). Here the times of rows, of
-references and of routes, are put beside what the formulas say, and one constant after the other is moved to
-where the median of their ratios comes closest to 1. The formulas stay as they are; so does a constant that no
-row depends on.
+A cost is a formula with constants of a device (`devices/<device>.toml`). The times in rows, of references and
+of routes, are compared with the estimates of the formulas, and one constant after the other is moved to where
+the estimates are closest to the times. Formulas do not change, nor do constants that no row depends on.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op
 from turnout.routing.row import Unreadable, decode
 
-FARTHEST = 3.0  # how many times larger or smaller a constant may become in one go
+FARTHEST = 3.0  # how many times larger or smaller a constant may become in one run
 STEPS = (0.33, 0.5, 0.71, 0.84, 0.92, 0.96, 0.98, 0.99, 1.01, 1.02, 1.04, 1.09, 1.19, 1.41, 2.0, 3.0)
 SWEEPS = 12  # over the constants of a section, at most: they pull at the same times
 
@@ -44,8 +43,11 @@ class Sample(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """A constant as it is and as it would fit best, and how far estimates are off with each: the mean of how
-    many times too long or too short they are, over the times that depend on its section."""
+    """A constant as it is, as it would fit best, and how far estimates are off with each.
+
+    off_before, off_after: by what factor estimates are too long or too short, as the geometric mean over the
+    `samples` times that depend on the constant's section.
+    """
 
     section: str
     name: str
@@ -56,8 +58,8 @@ class Fit(NamedTuple):
     samples: int
 
 
-class _Watched(dict[str, Mapping[str, float]]):
-    """Constants in place of others, and which sections were asked for."""
+class _ReadSections(dict[str, Mapping[str, float]]):
+    """Constants in place of others, which records in `read` the sections that a cost looks up."""
 
     def __init__(self, values: Mapping[str, Mapping[str, float]]):
         super().__init__(values)
@@ -69,10 +71,7 @@ class _Watched(dict[str, Mapping[str, float]]):
 
 
 def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[Sample]:
-    """The times in benchmark rows.
-
-    Peers, routes that are gone and problems of older versions are left out.
-    """
+    """The times in benchmark rows, without peers, removed routes and problems of older versions."""
     samples = []
     for row in rows:
         op = OPS.get(row.get("op", ""))
@@ -91,7 +90,7 @@ def samples_of(rows: Iterable[Mapping[str, Any]]) -> list[Sample]:
 
 
 def load_rows(folder: Path, device: Device) -> list[dict[str, Any]]:
-    """The rows of a device in a folder of results."""
+    """Read the rows of a device from a folder of results."""
     files = sorted((folder / device.slug).glob("*.jsonl"))
     if not files:
         raise ValueError(
@@ -105,9 +104,9 @@ def refit(device: Device, samples: Sequence[Sample]) -> list[Fit]:
     """The constants of a device that samples depend on, as they would fit best."""
     by_section: dict[str, list[Sample]] = {}
     for sample in samples:
-        watched = _Watched({"": {}})
-        if sample.log_ratio(replace(device, refitted=watched)) is not None:
-            for section in watched.read:
+        sections = _ReadSections({"": {}})
+        if sample.log_ratio(replace(device, refitted=sections)) is not None:
+            for section in sections.read:
                 by_section.setdefault(section, []).append(sample)
     fits = []
     for section, own in by_section.items():
@@ -116,12 +115,13 @@ def refit(device: Device, samples: Sequence[Sample]) -> list[Fit]:
 
 
 def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> list[Fit]:
-    known = device_files.sections(device.fitted_on)[section]
-    old = {name: float(value) for name, value in known.items() if name != "source"}
+    constants = device_files.sections(device.fitted_on)[section]
+    old = {name: float(value) for name, value in constants.items() if name != "source"}
 
     def off(values: Mapping[str, float]) -> float:
-        there = replace(device, refitted={section: values})
-        ratios = [ratio for sample in samples if (ratio := sample.log_ratio(there)) is not None]
+        """The mean of the absolute log ratios of estimates to times, with these constants."""
+        changed = replace(device, refitted={section: values})
+        ratios = [ratio for sample in samples if (ratio := sample.log_ratio(changed)) is not None]
         return statistics.fmean(map(abs, ratios))
 
     before = best = off(old)
@@ -136,9 +136,9 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
                 moved = {**values, name: _short(values[name] * factor)}
                 if not old[name] / FARTHEST <= moved[name] <= _most(old[name]):
                     continue
-                there = off(moved)
-                if there < best * (1 - 1e-6):
-                    values, best = moved, there
+                new = off(moved)
+                if new < best * (1 - 1e-6):
+                    values, best = moved, new
         if best > last * (1 - 1e-4):
             break
     return [
@@ -149,13 +149,13 @@ def _refit_section(device: Device, section: str, samples: Sequence[Sample]) -> l
 
 
 def _most(constant: float) -> float:
-    """How large a constant may become: a share is one of something, times and rates are far from 1."""
+    """How large a constant may become. One between 0.001 and 1 is taken to be a share, at most 1."""
     is_share = 1e-3 < constant <= 1
     return min(1.0, FARTHEST * constant) if is_share else FARTHEST * constant
 
 
 def _short(value: float) -> float:
-    """To three digits: times are no better known.
+    """Round to three digits: times are not known better.
 
     >>> _short(0.123456), _short(12.3456e-6)
     (0.123, 1.23e-05)
@@ -164,7 +164,7 @@ def _short(value: float) -> float:
 
 
 def write(device: Device, fits: Sequence[Fit]) -> Path:
-    """Put new constants into the file of the device they belong to; comments and all else stay."""
+    """Write new constants into the device's file; comments and everything else stay."""
     path = device_files.FOLDER / f"{device.fitted_on}.toml"
     path.write_text(rewritten(path.read_text(encoding="utf-8"), device, fits), encoding="utf-8")
     device_files.load.cache_clear()
@@ -173,7 +173,7 @@ def write(device: Device, fits: Sequence[Fit]) -> Path:
 
 
 def rewritten(text: str, device: Device, fits: Sequence[Fit]) -> str:
-    """The text of a device's file with new constants, and in its sources the number of fitted times."""
+    """The text of a device's file with new constants; sources then tell the number of times they fit."""
     changed = [fit for fit in fits if fit.new != fit.old]
     for section in dict.fromkeys(fit.section for fit in changed):
         start = text.index(f"[fitted.{section}]\n")

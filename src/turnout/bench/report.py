@@ -1,4 +1,4 @@
-"""Rows for people: one line a case, the routed call against the best peer and against the bound."""
+"""Print rows for people: a line for each case, the routed call beside the best peer and the bound."""
 
 from __future__ import annotations
 
@@ -19,36 +19,24 @@ def gain(row: dict[str, Any]) -> float | None:
 
 
 def of_bound(row: dict[str, Any]) -> float:
-    """The share of the roofline bound that the card reaches while it works on the call."""
-    felt = row["device_us"]["turnout"]
-    return row["bound_us"] / felt if felt else 0.0
+    """The share of the roofline bound that the device reaches while it works on the call."""
+    us = row["device_us"]["turnout"]
+    return row["bound_us"] / us if us else 0.0
 
 
 def table(*columns: str, title: str | None = None) -> Table:
-    """A table with borders on a terminal, plain when piped."""
+    """A table with borders on a terminal, without them in a pipe."""
     return Table(
         *columns, title=title, box=box.HEAVY_HEAD if sys.stdout.isatty() else box.SIMPLE, title_justify="left"
     )
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print the rows as a table; plain text when the output is no terminal."""
+    """Print rows as a table."""
     lines = table(title=f"{rows[0]['op']} on {rows[0].get('device', '?')}" if rows else None)
-    for name in (
-        "case",
-        "dtype",
-        "route",
-        "us",
-        "best peer",
-        "us",
-        "gain",
-        "of bound",
-        "error",
-        "torch's error",
-    ):
-        lines.add_column(
-            name, justify="left" if name in ("case", "dtype", "route", "best peer") else "right", no_wrap=True
-        )
+    texts, numbers = ("case", "dtype", "route", "best peer"), ("us", "gain", "of bound", "error")
+    for name in (*texts[:3], "us", texts[3], *numbers, "torch's error"):
+        lines.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
     for row in rows:
         if "us" not in row:
             lines.add_row(

@@ -1,4 +1,4 @@
-"""The roofline picture: what each case reaches, against the ceilings measured in the same run."""
+"""Draw the roofline picture: what each case reaches, below the ceilings measured in the same run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turnout.routing.row import decode
 
 
 def load() -> Any:
-    """matplotlib's pyplot, drawing into files. Raises ValueError where it is not installed."""
+    """matplotlib's pyplot, drawing into files; raise ValueError if it is not installed."""
     try:
         import matplotlib
     except ImportError as missing:
@@ -24,13 +24,11 @@ def load() -> Any:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write a PNG: operations per byte against operations per second, the routed calls and the best peer of
-    each.
-    """
+    """Write a PNG with the routed calls and their best peers: operations per byte, operations per second."""
     pyplot = load()
     rows = [row for row in rows if "us" in row]
     if not rows:
-        raise ValueError("no row has a time, there is nothing to draw")
+        raise ValueError("--roofline: no case has a time, so there is nothing to draw")
     ceiling = rows[0]["ceilings"]
     figure, axes = pyplot.subplots(figsize=(9, 6))
     points = {"turnout": ([], []), "best peer": ([], [])}

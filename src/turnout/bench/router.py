@@ -1,6 +1,4 @@
-"""What the router adds to a call: microseconds in eager mode, and under torch.compile; on a GPU what the host
-takes for each call of the ops that a host may keep waiting.
-"""
+"""Measure what the router adds to a call: in eager mode, under torch.compile, to the host's time on a GPU."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ from turnout.routing.op import OPS, Op
 _CALLS, _ROUNDS = 1000, 25
 _ROUNDS_OF_A_CASE = 9
 FILE = "router.jsonl"
-KEY = ("op", "case", "dtype")  # of rows that replace each other
-# Ops of which a model makes so many calls that the host's part of each is felt.
+KEY = ("op", "case", "dtype")  # fields that tell rows apart
+# Ops by kind, of which a model makes so many calls that the host's time of each matters.
 KINDS = {
     "norm": ("rms_norm_silu", "group_norm_silu", "layer_norm_modulate", "gated_add"),
     "rotation": ("norm_rope",),
@@ -33,9 +31,7 @@ KINDS = {
 
 
 def measure_router() -> dict[str, dict[str, float]]:
-    """For each way of calling: microseconds of torch's own call, of turnout's, and what was added (the median
-    of paired differences).
-    """
+    """For each kind of call: microseconds of torch's, of turnout's, and the median of what was added."""
     a, b = torch.randn(16), torch.randn(16)
     x, y = torch.randn(1, 16), torch.randn(16, 1)
     p, q = torch.randn(16, requires_grad=True), torch.randn(16, requires_grad=True)
@@ -49,26 +45,29 @@ def measure_router() -> dict[str, dict[str, float]]:
     }
 
 
-def _compare(theirs: Callable[..., Any], ours: Callable[..., Any], *args: Any) -> dict[str, float]:
+def _compare(
+    torch_call: Callable[..., Any], turnout_call: Callable[..., Any], *args: Any
+) -> dict[str, float]:
+    """Time both in turns; the difference is taken in each round. The first two rounds warm up."""
     device = args[0].device
-    pairs = (
-        (host_us(theirs, args, _CALLS, device), host_us(ours, args, _CALLS, device))
+    samples = [
+        (host_us(torch_call, args, _CALLS, device), host_us(turnout_call, args, _CALLS, device))
         for _ in range(_ROUNDS + 2)
-    )
-    return _summary(list(pairs)[2:])
+    ]
+    return _summary(samples[2:])
 
 
 def _summary(samples: list[tuple[float, float]]) -> dict[str, float]:
-    added = statistics.median(mine - their for their, mine in samples)
+    """The medians of (torch's, turnout's) microseconds, and of their differences."""
     return {
-        "torch_us": round(statistics.median(s[0] for s in samples), 3),
-        "turnout_us": round(statistics.median(s[1] for s in samples), 3),
-        "added_us": round(added, 3),
+        "torch_us": round(statistics.median(torch_us for torch_us, _ in samples), 3),
+        "turnout_us": round(statistics.median(turnout_us for _, turnout_us in samples), 3),
+        "added_us": round(statistics.median(ours - torchs for torchs, ours in samples), 3),
     }
 
 
 def cases_of(device: torch.device, only: str = "") -> Iterator[tuple[str, Op, Case]]:
-    """The kind, the op and the case of every call whose host time is worth knowing on a device."""
+    """The cases whose host time is worth knowing on a device, as (kind, op, case)."""
     for kind, names in KINDS.items():
         for op in map(OPS.__getitem__, names):
             named = [case for case in timed(op, device) if only in str(case)]
@@ -79,10 +78,9 @@ def cases_of(device: torch.device, only: str = "") -> Iterator[tuple[str, Op, Ca
 def measure_hosts(
     device: torch.device, only: str = "", done: Collection[tuple] = ()
 ) -> Iterator[dict[str, Any]]:
-    """A row for each call: microseconds that the host takes for the reference in plain PyTorch, and for the
-    routed call, which wait for nothing.
+    """Yield a row for each case: the host's microseconds for the reference and for the routed call.
 
-    done: op, case and dtype of rows that are to be left out.
+    done: op, case and dtype of cases to leave out.
     """
     for kind, op, case in cases_of(device, only):
         dtype = str(case.dtype).removeprefix("torch.")
@@ -90,14 +88,14 @@ def measure_hosts(
             continue
         args = op.arguments(*case.make(device, 0))
         both = (op.reference, op.call)
-        [run(*args) for run in both for _ in range(2)]  # compiles, chooses, and then launches as ever
+        [run(*args) for run in both for _ in range(2)]  # the first calls compile and choose
         device_us = [1e3 * time_call(functools.partial(run, *args), device).ms for run in both]
         samples = []
         for _ in range(_ROUNDS_OF_A_CASE):
-            theirs, ours = (
+            torch_us, turnout_us = (
                 host_us_of_a_call(run, args, us, device) for run, us in zip(both, device_us, strict=True)
             )
-            samples.append((theirs, ours))
+            samples.append((torch_us, turnout_us))
         yield {
             "op": op.name,
             "case": case.name,

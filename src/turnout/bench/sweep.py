@@ -1,6 +1,6 @@
-"""bench: an op's cases, every route and every peer in one run, one JSON object a line.
+"""Benchmark an op's cases: every route and every peer in one run, one JSON object for each case.
 
-Correctness first: a wrong output has no time.
+Outputs are verified first: a wrong one is not timed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from turnout.measure.timer import time_variants
 from turnout.measure.tune import measure, peak_mib, remember, rotating
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.routing.case import Case, outline
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
@@ -28,14 +28,15 @@ from turnout.routing.row import Row
 from turnout.routing.table import Tables
 from turnout.routing.versions import for_device, minor, triton
 
-_HOME = Path(__file__).parents[3]  # of a checkout
+_CHECKOUT = Path(__file__).parents[3]  # the root of the repository, where this is a checkout
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this card or CPU reaches in this run: plain reading and copying, in bytes/s (read plus written),
-    and a bf16 or fp32 matmul.
+    """The rates that this device reaches in this run.
+
+    read, copy: bytes/s of plain reading and of copying (read plus written). matmul: FLOP/s of a matrix
+    product, in bfloat16 on a GPU and in float32 on a CPU.
     """
-    known = Device.of(device)
     cuda = device.type == "cuda"
     big = torch.randn(2**30 if cuda else 2**26, device=device)
     into = torch.empty_like(big)
@@ -44,7 +45,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
         {"read": lambda: big.sum(), "copy": lambda: into.copy_(big), "matmul": lambda: half @ half},
         [()],
         device,
-        cache=known.cache,
+        cache=Device.of(device).cache,
         rounds=10,
     )
     size = 4 * big.numel()
@@ -65,36 +66,37 @@ def sweep_case(
     tuned: list[Row] | None = None,
     with_peers: bool = True,
 ) -> dict[str, Any]:
-    """One row: the call as it is routed, every route in the configuration it would get, and the peers. With
-    `tuned`, the call is tuned first, and what both found of the routes is added to the list."""
+    """Measure one case: the call as it is routed, every route in the configuration it would get, the peers.
+
+    With `tuned`, the call is tuned first, and a row with the times of both measurements is added to the list.
+    """
     args = op.arguments(*case.make(device, 0))
-    known, problem = Device.of(device), op.problem(*args)
-    trial = Trial(op, args)
-    found: Row | None = None
+    spec, problem = Device.of(device), op.problem(*args)
+    verifier = Verifier(op, args)
+    tuned_row: Row | None = None
     if tuned is not None:
-        found, _ = measure(op, args, seconds=seconds, trial=trial)
-        remember(found, known)
+        tuned_row, _ = measure(op, args, seconds=seconds, verifier=verifier)
+        remember(tuned_row, spec)
     verdict = op.verdict(op.key(args))
-    configs = {verdict.chosen: verdict.config} if found is None else found.config
+    configs = {verdict.chosen: verdict.config} if tuned_row is None else tuned_row.config
     runs: dict[str, Callable[..., Any]] = {}
     wrong: dict[str, str] = {}
     for route in op.routes.values():
-        if any(route.refuses(problem, known)):
+        if any(route.refuses(problem, spec)):
             continue
-        config = configs.get(route.name) or route.configs(problem, known)[0]
+        config = configs.get(route.name) or route.configs(problem, spec)[0]
         run = route.prepared(args, dict(config)).call
-        why = trial.complaint(route.numerics, run)
+        why = verifier.mismatch(route.numerics, run)
         if why is None:
-            runs[route.name] = op.with_runtime_checks(
-                run, args
-            )  # with what the router asks before it runs a route
+            runs[route.name] = op.with_runtime_checks(run, args)  # as the router runs it
         else:
             wrong[route.name] = why
     runs[REFERENCE] = op.reference
     declared = op.declared_cases
     peers = {f"peer:{name}": run for name, run in declared.peers.items()} if with_peers else {}
     bounds = {f"bound:{name}": run for name, run in declared.bounds.items()}
-    why = trial.complaint("exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics, op)
+    numerics = "exact" if verdict.chosen == REFERENCE else op.routes[verdict.chosen].numerics
+    why = verifier.mismatch(numerics, op)
     if why is not None:
         return {
             "op": op.name,
@@ -103,21 +105,20 @@ def sweep_case(
             "chosen": verdict.chosen,
             "wrong": {"turnout": why},
         }
-    error, reference_error = (
-        float(f"{trial.error(run):.3g}") for run in (op, op.reference)
-    )  # first: timing may write into arguments
+    # Errors come first: timing may write into the arguments.
+    error, reference_error = (float(f"{verifier.error(run):.3g}") for run in (op, op.reference))
     timings = time_variants(
         {"turnout": op.call, **runs, **peers, **bounds},
-        rotating(args, known),
+        rotating(args, spec),
         device,
-        cache=known.cache,
+        cache=spec.cache,
         seconds=seconds,
         rounds=max(20, int(200 * seconds)),
     )
-    if tuned is not None and found is not None:
-        found = pooled(found, {name: timing.us for name, timing in timings.items()})
-        remember(found, known)
-        tuned.append(found)
+    if tuned is not None and tuned_row is not None:
+        tuned_row = pooled(tuned_row, {name: timing.us for name, timing in timings.items()})
+        remember(tuned_row, spec)
+        tuned.append(tuned_row)
     work = op.work(problem)
     bound = max(work.bytes / ceiling["copy" if work.written else "read"], work.flops / ceiling["matmul"])
     row = {
@@ -138,28 +139,30 @@ def sweep_case(
         "peak_mib": {name: peak_mib(run, args) for name, run in {"turnout": op.call, **peers}.items()}
         if device.type == "cuda"
         else {},
-        "device": known.name,
+        "device": spec.name,
         "ceilings": {name: float(f"{value:.4g}") for name, value in ceiling.items()},
-        "versions": versions(known.type),
+        "versions": versions(spec.type),
         "commit": commit(),
     }
     return row | ({"wrong": wrong} if wrong else {})
 
 
 def pooled(row: Row, us: dict[str, float]) -> Row:
-    """A tuned call with what a sweep saw of its routes right afterwards: on a card that is hot, two
-    measurements of a large convolution are a tenth apart, and one of them alone may find the wrong one the
-    faster.
+    """Average the times of a tuned row with those of the sweep right after it.
+
+    On a card that is hot, two measurements of a large convolution differ by a tenth, so one of them alone may
+    name the wrong route as the fastest.
 
     >>> row = Row("dot", {}, {"reference": 4.0, "two-stage": 2.0})
     >>> pooled(row, {"reference": 6.0, "two-stage": 3.0, "peer:torch.dot": 6.0}).us
     {'reference': 5.0, 'two-stage': 2.5}
     """
-    return replace(row, us={name: round((one + us.get(name, one)) / 2, 3) for name, one in row.us.items()})
+    times = {name: round((first + us.get(name, first)) / 2, 3) for name, first in row.us.items()}
+    return replace(row, us=times)
 
 
 def versions(device_type: str) -> dict[str, str]:
-    """The software a figure depends on."""
+    """The versions of the software that a figure depends on."""
     return {"python": platform.python_version(), **for_device(device_type)}
 
 
@@ -173,31 +176,28 @@ def sweep(
     tuned: list[Row] | None = None,
     with_peers: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each case."""
+    """Measure cases one after the other, and yield a row for each."""
     for case in cases:
         yield sweep_case(op, case, device, ceiling, seconds, tuned, with_peers)
 
 
 def timed(op: Op, device: torch.device, only: str = "") -> list[Case]:
-    """The cases whose name contains `only` and that are worth timing on a device; where a name has none,
-    those that are only for tests."""
+    """The cases whose name contains `only` and that are worth timing on a device.
+
+    If there is none of that name, those that are only for tests.
+    """
     named = [case for case in op.cases() if only in str(case)]
-    return [case for case in named if case.timed_on(device.type)] or [
-        case for case in named if not case.timed
-    ]
+    worth_timing = [case for case in named if case.timed_on(device.type)]
+    return worth_timing or [case for case in named if not case.timed]
 
 
 def missing(op: Op, case: Case, device: torch.device) -> bool:
-    """Whether no table has the times of a case with the code as it is: the case is new, or what a route runs
-    has changed.
-    """
+    """Whether no table has times of a case with today's kernels: it is new, or a kernel has changed."""
     return not Tables.for_device(Device.of(device)).has(op, op.problem(*op.arguments(*case.make(device, 0))))
 
 
 def absent_cases(op: Op, device: Device, only: str = "") -> list[Case]:
-    """The cases that no table has for a card that need not be here: new ones, and those whose kernels have
-    changed.
-    """
+    """The cases that no table has with the kernels as they are, for a card that need not be here."""
     tables = Tables.for_device(device)
     return [
         case
@@ -207,15 +207,17 @@ def absent_cases(op: Op, device: Device, only: str = "") -> list[Case]:
 
 
 def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:
-    """One JSON object a line, written as soon as it is known: a long run that is cut off loses nothing. It
-    takes the place of the row with the same values of these fields and the same Triton; others stay."""
+    """Write a row into a file of one JSON object a line, at once: a long run that is cut off loses nothing.
+
+    The row replaces the one with the same values of the fields `same` and the same Triton; others stay.
+    """
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def key(row: dict[str, Any]) -> tuple:
         return (*(row.get(field) for field in same), minor(row.get("versions", {}).get("triton")))
 
-    place = next((i for i, old in enumerate(rows) if key(old) == key(row)), len(rows))
-    rows[place : place + 1] = [row]
+    index = next((i for i, old in enumerate(rows) if key(old) == key(row)), len(rows))
+    rows[index : index + 1] = [row]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(each) + "\n" for each in rows))
@@ -237,12 +239,12 @@ def rows_of_this_code(path: Path, device: torch.device) -> list[dict[str, Any]]:
 
 @functools.cache
 def commit() -> str | None:
-    """The state of the code that is measured: TURNOUT_COMMIT, where it was copied without its repository, or
-    git's name for it, with a plus where files have changed since, results aside. None for an installed
-    package.
+    """The commit of the code that is measured, with a plus if files other than results have changed since.
+
+    TURNOUT_COMMIT names it for code that was copied without its repository. None for an installed package.
     """
     named = os.environ.get("TURNOUT_COMMIT")
-    if named or not (_HOME / ".git").exists():
+    if named or not (_CHECKOUT / ".git").exists():
         return named
     changes = ("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)benchmarks/results")
     try:
@@ -253,5 +255,5 @@ def commit() -> str | None:
 
 
 def _git(*words: str) -> str:
-    command = ["git", "-C", str(_HOME), *words]
+    command = ["git", "-C", str(_CHECKOUT), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""The command line: one module a command. Each reads its options, asks the library, and prints the answer."""
+"""The command line. The module of a command reads its options, calls the library and prints the answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from turnout.cli.common import Commands, console
 app = typer.Typer(
     cls=Commands,
     help=(
-        "Every op down the fastest route that is right for its shape, dtype, layout and device: "
-        "ask, measure, tune."
+        "Make generative models in PyTorch faster: each op takes the fastest route that is right for its "
+        "shape, dtype, layout and device. Ask which one and why, measure, tune, race whole models."
     ),
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -38,7 +38,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _turnout(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version, and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -15,25 +15,27 @@ def bench(
     ops: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Ops; or [bold]router[/bold]: what routing costs; or [bold]refit[/bold]: the constants of "
-            "cost models beside the rows of a device; default: every op."
+            help="Ops by name; default: all. Or [bold]router[/bold]: measure what routing adds to a call. Or "
+            "[bold]refit[/bold]: fit the constants of a device's cost models to its rows."
         ),
     ] = None,
     device: DeviceHere = None,
     only: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     missing: Annotated[
-        bool, typer.Option("--missing", help="Only cases that no table has; of a card elsewhere: list them.")
+        bool,
+        typer.Option("--missing", help="Only cases without a row; for a card that is not here, list them."),
     ] = False,
-    seconds: Annotated[float, typer.Option(help="At most this long for each case.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Measure each case for at most this many seconds.")] = 1.0,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for <device>/<op>.jsonl, where rows of other cases stay.")
+        Path | None,
+        typer.Option(help="Write rows to <device>/<op>.jsonl in this folder; rows of other cases stay."),
     ] = None,
     roofline: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG.")] = None,
     tuned: Annotated[
-        bool, typer.Option("--tune", help="Tune each case first, and remember it for this machine.")
+        bool, typer.Option("--tune", help="Tune each case first, and keep its row for this machine.")
     ] = False,
     export: Annotated[
-        Path | None, typer.Option(help="With --tune: also write what was measured into this table to ship.")
+        Path | None, typer.Option(help="With --tune: also write the rows into this table, to be shipped.")
     ] = None,
     peers: Annotated[
         bool, typer.Option(help="Time other implementations too; torch.compile takes seconds for each case.")
@@ -42,12 +44,14 @@ def bench(
         "benchmarks/results"
     ),
     write: Annotated[
-        bool, typer.Option("--write", help="With refit: put the new constants into the file of the device.")
+        bool, typer.Option("--write", help="With refit: write the new constants into the device's file.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Time an op's cases: the routed call, every route, and the peers, in one run. A wrong output gets no
-    time. Cases called tiny are for tests, and timed only where `--only` asks for them.
+    """Time an op's cases: the routed call, every route, and other implementations (peers), in one run.
+
+    A wrong output gets no time, and the exit code is then 1. Cases called tiny are for tests, and timed only
+    if --only names them.
 
     [bold]Example[/bold]  turnout bench dot --only bfloat16 --roofline dot.png
     """
@@ -58,17 +62,19 @@ def bench(
     from turnout.routing.public import op_named
 
     if export is not None and not tuned:
-        raise ValueError("--export writes what --tune measures; give both")
+        raise ValueError("--export was given without --tune, whose rows it writes; give both")
     if ops == ["router"]:
         return _router(device, only, missing, out, json)
     if ops == ["refit"]:
         return _refit(device, results, write, json)
     if write:
-        raise ValueError("--write goes with refit: turnout bench refit --write")
-    chosen = [op_named(op) for op in ops] if ops else list(OPS.values())
-    if missing and device is not None and (absent := _absent(device)) is not None:
-        return _show_missing(chosen, absent, only, json)
-    here = device_here(device)
+        raise ValueError(
+            "--write was given without refit, whose constants it writes: turnout bench refit --write"
+        )
+    selected = [op_named(op) for op in ops] if ops else list(OPS.values())
+    if missing and device is not None and (absent := _absent_card(device)) is not None:
+        return _show_missing(selected, absent, only, json)
+    torch_device = device_here(device)
     if out is not None:
         check_folder("--out", out)
     if export is not None:
@@ -76,9 +82,9 @@ def bench(
     if roofline is not None:
         check_file("--roofline", roofline)
         picture.load()
-    rows = _measure(chosen, here, only, missing, seconds, out, tuned, export, peers, json)
+    rows = _measure(selected, torch_device, only, missing, seconds, out, tuned, export, peers, json)
     if missing and not rows:
-        errors.print("nothing to measure: a table has every case with the code as it is")
+        errors.print("nothing to measure: a table has a row of every case with the kernels as they are")
     if json:
         for row in rows:
             print_json(row)
@@ -101,7 +107,7 @@ def _measure(
     peers: bool,
     json: bool,
 ) -> list[dict[str, Any]]:
-    """The rows of the ops' cases; each is shown and written as soon as it is there."""
+    """Measure the ops' cases. Each row is written as soon as it is there, and shown with those of its op."""
     from turnout.bench import report, sweep
     from turnout.routing.device import Device
     from turnout.routing.row import Row
@@ -110,31 +116,31 @@ def _measure(
     for op in ops:
         if not sweep.timed(op, device, only):
             names = ", ".join(map(str, sweep.timed(op, device)))
-            raise ValueError(f"no case of {op.name} contains {only!r}; the cases are: {names}")
+            raise ValueError(f"--only {only!r}: no case of {op.name} contains it; the cases are: {names}")
     ceiling = sweep.ceilings(device)
     rows: list[dict[str, Any]] = []
     entries: list[Row] | None = [] if tuned else None
     for op in ops:
         path = None if out is None else out / Device.of(device).slug / f"{op.name}.jsonl"
-        of_op = []
+        op_rows = []
         with errors.status(f"{op.name}: looking for cases"):
             timed = sweep.timed(op, device, only)
             cases = [case for case in timed if not missing or sweep.missing(op, case, device)]
         steps = sweep.sweep(op, cases, device, ceiling, seconds=seconds, tuned=entries, with_peers=peers)
         for row in track(steps, op.name, total=len(cases), console=errors, disable=json):
-            of_op.append(row)
+            op_rows.append(row)
             if path is not None:
                 sweep.keep_row(row, path, "case", "dtype")
             if export is not None and entries:
                 write(entries, Device.of(device), export)
-        rows += of_op
-        if of_op and not json:
-            report.show(of_op, console)
+        rows += op_rows
+        if op_rows and not json:
+            report.show(op_rows, console)
     return rows
 
 
-def _absent(name: str) -> Any:
-    """The card of a name that torch has no device for: it is asked about, not measured."""
+def _absent_card(name: str) -> Any:
+    """The card of a name that is none of torch's devices here; None if it is one."""
     from turnout.routing.device import Device
     from turnout.routing.names import device_here
 
@@ -146,7 +152,7 @@ def _absent(name: str) -> Any:
 
 
 def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
-    """List the cases whose times no table of a card has with the code as it is."""
+    """List the cases that no table of a card has a row of with the kernels as they are."""
     from turnout.bench.sweep import absent_cases
 
     rows = [{"op": op.name, "case": str(case)} for op in ops for case in absent_cases(op, device, only)]
@@ -154,7 +160,7 @@ def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
         return print_json(rows)
     for row in rows:
         console.print(f"{row['op']}  {row['case']}")
-    return errors.print(f"{len(rows)} cases that no table of {device.name} has with the code as it is")
+    return errors.print(f"{len(rows)} cases without a row for {device.name} with the kernels as they are")
 
 
 def _router(name: str | None, only: str, missing: bool, out: Path | None, json: bool) -> None:
@@ -169,7 +175,7 @@ def _router(name: str | None, only: str, missing: bool, out: Path | None, json: 
 
     here = device_here(name)
     if missing and out is None:
-        raise ValueError("bench router --missing needs --out, the folder whose rows are asked")
+        raise ValueError("--missing was given without --out, where it looks for rows; give both")
     if out is not None:
         check_folder("--out", out)
     path = None if out is None else out / Device.of(here).slug / router.FILE
@@ -191,7 +197,7 @@ def _router(name: str | None, only: str, missing: bool, out: Path | None, json: 
     if json:
         return print_json(calls)
     table = report.table(
-        "call", "torch, us", "turnout, us", "added, us", title="what the router adds to a call"
+        "call", "torch, us", "turnout, us", "added, us", title="time that the router adds to a call"
     )
     for call, row in calls.items():
         table.add_row(call, *(f"{row[key]:.2f}" for key in ("torch_us", "turnout_us", "added_us")))
@@ -199,25 +205,22 @@ def _router(name: str | None, only: str, missing: bool, out: Path | None, json: 
 
 
 def _refit(name: str | None, results: Path, write: bool, json: bool) -> None:
-    """Show the constants of cost models, as they are and as they would fit best, and write them where asked
-    to.
-    """
+    """Show the constants of cost models, as they are and as they fit best; with `write`, write the latter."""
     from turnout.bench import refit, report
     from turnout.routing.device import Device
 
     if name is None:
-        raise ValueError("refit needs --device: the device whose rows and constants are meant, such as h200")
+        raise ValueError("refit needs a device: turnout bench refit --device h200")
     device = Device.named(name)
     rows = refit.load_rows(results, device)
     with errors.status(f"{device.name}: fitting constants"):
         fits = refit.refit(device, refit.samples_of(rows))
     if write:
-        errors.print(
-            f"written to {refit.write(device, fits)}; what is chosen by models may be another route now"
-        )
+        path = refit.write(device, fits)
+        errors.print(f"wrote {path}; cost models may choose other routes now")
     if json:
         return print_json([fit._asdict() for fit in fits])
-    columns = ("section", "constant", "old", "new", "times off, old", "new", "times")
+    columns = ("section", "constant", "old", "new", "old off by a factor of", "new off by", "samples")
     table = report.table(*columns, title=f"constants of cost models, {device.name}")
     for fit in fits:
         off = (f"{fit.off_before:.2f}", f"{fit.off_after:.2f}", str(fit.samples))

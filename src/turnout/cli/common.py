@@ -1,4 +1,4 @@
-"""What the commands share: the app, its consoles and options, and how a mistake ends."""
+"""What the commands share: consoles, options, and how errors end a command."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of a table; docs/reference/json.md has the keys.")
 ]
 DeviceHere = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda or cuda:1; default: the first GPU, else the CPU.")
+    str | None,
+    typer.Option("--device", help="cpu, cuda, or cuda:1 and so on; default: the first GPU, else the CPU."),
 ]
 
 
 class Commands(TyperGroup):
-    """The commands. What goes wrong in one ends with one line and exit code 2; Ctrl-C with one and 130.
+    """The group of commands: an error in one ends with one line and exit code 2, Ctrl-C with one and 130.
 
-    A mistake in what was asked, a missing package and a file that cannot be read or written are told apart
-    from faults of the program by their class only: with TURNOUT_TRACEBACK=1 all of them show where they
-    arose.
+    Wrong options, missing packages and files that cannot be read or written are told from faults of the
+    program by their class only. TURNOUT_TRACEBACK=1 shows the traceback of all of them.
     """
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            errors.print("interrupted; what was kept until now stays")
+            errors.print("interrupted; what was written so far stays")
             raise typer.Exit(INTERRUPTED) from stop
         except (ValueError, TypeError, RuntimeError, OSError, ImportError) as mistake:
             if isinstance(mistake, (typer.Exit, typer.Abort)) or os.environ.get("TURNOUT_TRACEBACK") == "1":
                 raise
-            if isinstance(mistake, BrokenPipeError):  # typer ends quietly when nobody reads any more
+            if isinstance(mistake, BrokenPipeError):  # nobody reads the output any more: typer exits quietly
                 raise
             errors.print(Text("error:", "red"), in_a_line(mistake))
             raise typer.Exit(2) from mistake
 
 
 def in_a_line(mistake: BaseException) -> str:
-    """What a mistake says, with what to do where that follows from its class."""
+    """The message of an error in one line, with what to do if that follows from its class."""
     if isinstance(mistake, ModuleNotFoundError) and mistake.name:
         return f"the package {mistake.name} is not installed; pip install {mistake.name}"
     if isinstance(mistake, OSError) and mistake.filename is not None:
@@ -59,5 +59,5 @@ def in_a_line(mistake: BaseException) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON value on a line of its own."""
+    """Print a JSON value on a line of its own."""
     print(json.dumps(value))

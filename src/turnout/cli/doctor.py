@@ -11,9 +11,10 @@ COLOURS = {"ok": "green", "warning": "yellow", "failed": "red", "refused": "dim"
 
 
 def doctor(json: Json = False) -> None:
-    """What is installed and loaded, known-bad pairs, and one tiny correctness check for every route.
+    """Examine this machine: versions, known-bad pairs, measured rows, and a small check of every route.
 
-    Ends with exit code 1 when a check failed.
+    A route is ok (its output agrees with the reference), refused (it cannot run here, with the reason) or
+    failed. The exit code is 1 if a check failed.
 
     [bold]Example[/bold]  turnout doctor --json > report.json
     """

@@ -1,4 +1,4 @@
-"""`turnout explain`: the arguments of a public function, read from words."""
+"""`turnout explain`: read a public function's arguments from the command line, and print the verdict."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ LAYOUTS = ("contiguous", "channels-last", "strides=...")
 
 def explain(
     context: typer.Context,
-    op: Annotated[str, typer.Argument(help="The op, e.g. matmul.")],
+    op: Annotated[str, typer.Argument(help="A public function or an op, such as matmul.")],
     dtype: Annotated[
-        str, typer.Option(help="float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")
+        str, typer.Option(help="Of all tensors: float32, float16, bfloat16 (fp32, fp16, bf16), complex64 ...")
     ] = "float32",
     layout: Annotated[
-        str, typer.Option(help="Of tensors with four and five dimensions: contiguous or channels-last.")
+        str, typer.Option(help="Of tensors with four or five dimensions: contiguous or channels-last.")
     ] = "contiguous",
     device: Annotated[
-        str | None, typer.Option(help="A device by name, present or not: h200, a100, mi300x, cpu ...")
+        str | None,
+        typer.Option(help="A device by name, here or not: h200, a100, mi300x, cpu ...; default: this one."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Which route a call would take and why, also for a GPU that is not here.
+    """Show which route a call would take and why, also for a GPU that is not in this machine.
 
-    Pass each argument of the function as --name VALUE: a shape for a tensor, else a number, a list, a string,
-    true, false or none. Behind a shape may stand a dtype and a layout of that tensor alone: 8,64:float32,
+    Pass each argument of the function as --name VALUE: a shape for a tensor, otherwise a number, a list, a
+    string, true, false or none. A dtype and a layout for one tensor follow its shape: 8,64:float32,
     1,96,4,60,104:channels-last, 2,24,4608,128:strides=14155776,128,3072,1. Semicolons separate several
-    tensors or lists. Numbers are a list where the function takes lists as well as tensors (kv_lengths).
+    tensors or lists. Where the function takes lists as well as tensors (kv_lengths), numbers are a list.
     Omitted arguments take their defaults.
 
     [bold]Example[/bold]  turnout explain matmul --a 1,50000000 --b 50000000,1 --dtype bf16 --device h200
@@ -47,13 +48,13 @@ def explain(
     from turnout.routing.public import public_named
 
     parameters = public_named(op).signature.parameters
-    words = _options(context.args)
-    for name in words:
+    options = _options(context.args)
+    for name in options:
         if name not in parameters:
             raise ValueError(f"{op} has no argument {name}; {one_of(name, parameters)}")
     arguments = {
         name: _argument(f"--{name}", parameters[name].annotation, text, dtype, layout)
-        for name, text in words.items()
+        for name, text in options.items()
     }
     card = Device.named(device) if device else Device.of(device_here(None))
     try:
@@ -66,7 +67,7 @@ def explain(
 
 
 def _options(words: list[str]) -> dict[str, str]:
-    """--a 1,2 --b=3 as {"a": "1,2", "b": "3"}."""
+    """Read `--a 1,2 --b=3` as {"a": "1,2", "b": "3"}."""
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
         raise ValueError(
@@ -77,7 +78,7 @@ def _options(words: list[str]) -> dict[str, str]:
 
 
 def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) -> Any:
-    """The value that a word on the command line has for a parameter of this type."""
+    """The value of an option's text for a parameter with this annotation."""
     kinds = [kind.strip() for kind in str(annotation).split("|")]
 
     def any_has(*words: str) -> bool:
@@ -85,15 +86,15 @@ def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) 
 
     if text.lower() in ("none", "null"):
         if "None" not in kinds:
-            raise ValueError(f"{option} none: it needs a value here, it takes {annotation_in_words(kinds)}")
+            raise ValueError(f"{option} none: it takes {annotation_in_words(kinds)} and cannot be left empty")
         return None
     if any_has("bool"):
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{option} {text}: it is neither true nor false")
+            raise ValueError(f"{option} {text}: it takes true or false")
         return text.lower() == "true"
     if ";" in text and any_has("Sequence", "list"):
         return [_argument(option, annotation, part, dtype, layout) for part in text.split(";")]
-    shape, *others = text.split(":")
+    shape, *suffixes = text.split(":")
     takes_lists = any(kind.endswith(("[int]", "[int]]")) for kind in kinds)
     try:
         numbers = [int(n) for n in shape.split(",") if n]
@@ -102,14 +103,15 @@ def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) 
             return _float(option, text)
         if any_has("str"):
             return text
-        message = f"{option} {text}: shapes are whole numbers with commas between, like 1,4096"
+        message = f"{option} {text}: it takes a shape, whole numbers with commas between, such as 1,4096"
         raise ValueError(message) from mistake
-    if any_has("Tensor") and (others or not takes_lists):
-        return _tensor(option, numbers, others, dtype, layout)
-    one = len(numbers) == 1 and (not takes_lists or any("int" in kind and "[" not in kind for kind in kinds))
-    if not one and not takes_lists:
+    if any_has("Tensor") and (suffixes or not takes_lists):
+        return _tensor(option, numbers, suffixes, dtype, layout)
+    takes_number = not takes_lists or any("int" in kind and "[" not in kind for kind in kinds)
+    is_number = len(numbers) == 1 and takes_number
+    if not is_number and not takes_lists:
         raise ValueError(f"{option} {text}: it takes {annotation_in_words(kinds)}, not several numbers")
-    return numbers[0] if one else numbers
+    return numbers[0] if is_number else numbers
 
 
 def annotation_in_words(kinds: list[str]) -> str:
@@ -122,36 +124,41 @@ def _float(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError as mistake:
-        raise ValueError(f"{option} {text}: it takes a number, like 1e-6") from mistake
+        raise ValueError(f"{option} {text}: it takes a number, such as 1e-6") from mistake
 
 
-def _tensor(option: str, shape: list[int], others: list[str], dtype: str, layout: str) -> Any:
-    """A tensor without memory. `others`: what stood behind the shape, a dtype, a layout, or both."""
+def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layout: str) -> Any:
+    """A meta tensor. suffixes: a dtype, a layout, or both, which replace the defaults for this tensor."""
     import torch
 
     from turnout.routing.names import dtype_named
 
     if any(size < 0 for size in shape):
-        raise ValueError(f"{option}: shape {shape} has a negative size")
-    for word in others:
-        if word in LAYOUTS[:2] or word.startswith("strides="):
-            layout = word
+        raise ValueError(f"{option}: shape {shape} has a negative size; sizes are 0 or more")
+    for suffix in suffixes:
+        if suffix in LAYOUTS[:2] or suffix.startswith("strides="):
+            layout = suffix
         else:
-            dtype = word
-    given_alone = layout in others
+            dtype = suffix
+    has_own_layout = layout in suffixes
     options: dict[str, Any] = {"dtype": dtype_named(dtype), "device": "meta"}
     if layout.startswith("strides="):
         try:
             strides = [int(n) for n in layout.removeprefix("strides=").split(",")]
         except ValueError as mistake:
-            raise ValueError(f"{option}: {layout} needs whole numbers with commas between") from mistake
+            message = (
+                f"{option}: {layout}: strides are whole numbers with commas between, such as strides=64,1"
+            )
+            raise ValueError(message) from mistake
         if len(strides) != len(shape):
-            raise ValueError(f"{option}: {len(strides)} strides for a shape of {len(shape)} sizes")
+            raise ValueError(
+                f"{option}: {len(strides)} strides for a shape of {len(shape)} sizes; give as many"
+            )
         return torch.empty_strided(shape, strides, **options)
     if layout not in LAYOUTS[:2]:
         raise ValueError(f"layout {layout!r} is not known; one of: {', '.join(LAYOUTS[:2])}")
     formats = {4: torch.channels_last, 5: torch.channels_last_3d} if layout == "channels-last" else {}
-    if given_alone and formats and len(shape) not in formats:
+    if has_own_layout and formats and len(shape) not in formats:
         raise ValueError(
             f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}"
         )

@@ -15,7 +15,9 @@ def race(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models by name (see --list), or [bold]all[/bold].")
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the models and their sizes, and end.")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="List the models and their sizes, and exit.")
+    ] = False,
     size: Annotated[
         str, typer.Option(help="tiny, small or full; default: full on a GPU, small on a CPU.")
     ] = "",
@@ -28,26 +30,29 @@ def race(
     ] = None,
     numerics: Annotated[str | None, typer.Option(help="exact, close or lossy; default: close.")] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="torch.compile of the part that the call runs races too.")
+        bool, typer.Option("--compile", help="Also race torch.compile of the part that the call runs.")
     ] = False,
     graph: Annotated[
-        bool, typer.Option("--graph", help="The accelerated model with CUDA graphs of its calls races too.")
+        bool, typer.Option("--graph", help="Also race the accelerated model with CUDA graphs of its calls.")
     ] = False,
-    rounds: Annotated[int, typer.Option(help="At most this many calls of each, 2 at least.")] = 10,
-    seconds: Annotated[float, typer.Option(help="No new round of a model after this long.")] = 20.0,
-    budget: Annotated[float | None, typer.Option(help="No new model after this many seconds in all.")] = None,
+    rounds: Annotated[int, typer.Option(help="Run each at most this many times, 2 at least.")] = 10,
+    seconds: Annotated[float, typer.Option(help="Begin no new round of a model after this time.")] = 20.0,
+    budget: Annotated[
+        float | None, typer.Option(help="Begin no new model after this many seconds in all.")
+    ] = None,
     missing: Annotated[
-        bool, typer.Option("--missing", help="Leave out models that --out has a row of with this code.")
+        bool, typer.Option("--missing", help="Leave out models that have a row of this code in --out.")
     ] = False,
     profile: Annotated[
         bool,
         typer.Option(
-            help="One more call under the profiler: kinds of kernels, routes. "
-            "Of several models, of the accelerated one only."
+            help="Run one more call under the profiler, for kinds of kernels and routes; "
+            "with several models, only of the accelerated ones."
         ),
     ] = True,
     out: Annotated[
-        Path | None, typer.Option(help="A folder for a row in <device>/race.jsonl, e.g. benchmarks/results.")
+        Path | None,
+        typer.Option(help="Write rows to <device>/race.jsonl in this folder, such as benchmarks/results."),
     ] = None,
     report: Annotated[
         Path | None,
@@ -60,11 +65,12 @@ def race(
     ranks: Annotated[
         int,
         typer.Option(
-            help="Of a VAE's decode: on so many ranks, see --engine. A row goes to ranks.jsonl of --out."
+            help="Decode a VAE on this many ranks, see --engine; rows go to <device>/ranks.jsonl in --out."
         ),
     ] = 0,
     engine: Annotated[
-        str, typer.Option(help="fake: each rank's compute by itself; lockstep: all in turns, bits compared.")
+        str,
+        typer.Option(help="fake: time each rank's compute alone; lockstep: run all in turns, compare bits."),
     ] = "fake",
     links: Annotated[
         Path | None, typer.Option(help="Latencies for --engine fake: a JSON object of bytes to microseconds.")
@@ -79,11 +85,10 @@ def race(
     ] = False,
     json: Json = False,
 ) -> None:
-    """A real model, stock and accelerated in turns: time, first call, peak memory, likeness, and the routes
-    taken.
+    """Race a real model, stock and accelerated in turns: time, first call, peak memory, likeness, routes.
 
-    Several models, or [bold]all[/bold] of them, run one after the other; each has its row in --out as soon as
-    it is done, so that a run that is cut off loses nothing. Ends with exit code 1 when one of them failed.
+    Several models, or [bold]all[/bold] of them, run one after the other. Each has its row in --out as soon as
+    it is done, so that a run that is cut off loses nothing. The exit code is 1 if one of them failed.
 
     [bold]Example[/bold]  turnout race wan-vae --report wan.html
 
@@ -98,51 +103,62 @@ def race(
     if listed:
         return _show_racers(json)
     if not models:
-        raise ValueError(f"no model was named; give some of these, or all: {', '.join(RACERS)}")
-    here = device_here(device)
+        raise ValueError(f"no model was given; give one or more of these, or all: {', '.join(RACERS)}")
+    torch_device = device_here(device)
     names = list(RACERS) if "all" in models else models
     if missing and out is None:
-        raise ValueError("--missing needs --out, the folder whose rows are asked")
+        raise ValueError("--missing was given without --out, where it looks for rows; give both")
     if ranks:
-        return _race_ranks(names, size, dtype, here, ranks, engine, links, rounds, out, missing, json)
+        return _race_ranks(names, size, dtype, torch_device, ranks, engine, links, rounds, out, missing, json)
     if first_call:
-        return _first_calls(names, size, dtype, here, out, missing, json)
+        return _first_calls(names, size, dtype, torch_device, out, missing, json)
     for option, path in (("--report", report), ("--trace", trace)):
         if path is not None and len(names) > 1:
             raise ValueError(
-                f"{option} is of one race, {len(names)} models were named; race one, or use --out for rows"
+                f"{option} shows one race, {len(names)} models were given; give one, or use --out for rows"
             )
     if trace is not None and not profile:
-        raise ValueError("--trace has what the profiler saw; leave --no-profile out")
+        raise ValueError("--trace was given with --no-profile; it holds the profiled calls: leave one out")
     if report is not None:
         page.load()
-    entries = many.entries(names, size, dtype, here, weights)
+    entries = many.entries(names, size, dtype, torch_device, weights)
     for option, path in (("--report", report), ("--trace", trace)):
         if path is not None:
             check_file(option, path)
     if out is not None:
         check_folder("--out", out)
     plan = many.Plan(
-        entries, here, weights, numerics, compile, rounds, seconds, budget, profile, out, missing, graph
+        entries,
+        torch_device,
+        weights,
+        numerics,
+        compile,
+        rounds,
+        seconds,
+        budget,
+        profile,
+        out,
+        missing,
+        graph,
     )
     failed = 0
     with errors.status(Text(entries[0].title)) as status:
         for i, outcome in enumerate(plan.run(_progress(status, steps=errors.is_terminal))):
             failed += outcome.race is None or outcome.race.verdict == "wrong"
             if outcome.race is None and len(entries) == 1:
-                raise ValueError(outcome.said)
+                raise ValueError(outcome.message)
             if json:
                 print_json(outcome.row())
             elif outcome.race is not None and len(entries) == 1:
                 page.show(outcome.race, console)
             else:
-                console.print(f"{i + 1:3} of {len(entries)}  {outcome.title}: {outcome.said}")
+                console.print(f"{i + 1:3} of {len(entries)}  {outcome.title}: {outcome.message}")
             if report is not None and outcome.race is not None:
                 page.write(outcome.race, report)
             if trace is not None and outcome.race is not None:
                 perfetto.write(outcome.race, trace)
     if plan.left and not json:
-        errors.print(f"{len(plan.left)} left when the budget was spent: {', '.join(plan.left)}")
+        errors.print(f"the budget is spent, {len(plan.left)} races were not run: {', '.join(plan.left)}")
     if failed:
         raise typer.Exit(1)
     return None
@@ -197,8 +213,9 @@ def _first_calls(
 
 
 class _Kept:
-    """Where rows of one kind go: shown, and written as soon as they are there. key: the fields of rows that
-    replace each other.
+    """Shows rows of one kind, and writes each as soon as it is there.
+
+    key: the fields that tell rows apart; a row replaces an older one with the same values.
     """
 
     def __init__(self, out: Path | None, device: Any, file: str, key: tuple[str, ...], missing: bool):
@@ -213,7 +230,7 @@ class _Kept:
         self.rows = rows_of_this_code(self.path, device) if missing and self.path is not None else []
 
     def has(self, name: str, size: str, dtype: str | None, **others: Any) -> bool:
-        """Whether there is a row of this code already, which is to be left."""
+        """Whether there is a row of this code already, so that nothing has to be measured."""
         from turnout.race.models import racer_named, size_named
 
         wanted = {
@@ -224,36 +241,36 @@ class _Kept:
         }
         return any(all(row.get(field) == value for field, value in wanted.items()) for row in self.rows)
 
-    def show(self, row: dict[str, Any], said: str, json: bool, *, wrong: bool = False) -> None:
-        """Print a row and write it."""
+    def show(self, row: dict[str, Any], text: str, json: bool, *, wrong: bool = False) -> None:
+        """Print a row, as text or as JSON, and write it."""
         from turnout.bench.sweep import keep_row
 
         self.failed |= wrong
         if json:
             print_json(row)
         else:
-            console.print(Text(said))
+            console.print(Text(text))
         if self.path is not None:
             keep_row(row, self.path, *self.key)
 
     def end(self) -> None:
-        """Exit code 1 where a row was wrong."""
+        """End with exit code 1 if a row was wrong."""
         if self.failed:
             raise typer.Exit(1)
 
 
 def _progress(status: Any, *, steps: bool) -> Any:
-    """Tells how far races are: every step in one line of a terminal, else a line for each model."""
-    told: set[str] = set()
+    """A function that reports the progress of races: each step on a terminal, otherwise a line for each."""
+    reported: set[str] = set()
 
-    def tell(race: str, step: str) -> None:
+    def report_step(race: str, step: str) -> None:
         if steps:
             status.update(Text(f"{race}: {step}"))
-        elif race not in told:
-            told.add(race)
+        elif race not in reported:
+            reported.add(race)
             errors.print(race)
 
-    return tell
+    return report_step
 
 
 def _show_racers(json: bool) -> None:
@@ -275,7 +292,7 @@ def _show_racers(json: bool) -> None:
                 for name, r in RACERS.items()
             ]
         )
-    table = report.table("model", "what", "dtypes", "note")
+    table = report.table("model", "full size", "dtypes", "note")
     for name, racer in RACERS.items():
         table.add_row(name, racer.describe("full"), ", ".join(racer.dtypes), racer.note)
     return console.print(table)

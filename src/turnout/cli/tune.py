@@ -12,19 +12,19 @@ from turnout.cli.common import DeviceHere, Json, console, errors, print_json
 
 
 def tune(
-    ops: Annotated[list[str] | None, typer.Argument(help="Ops; default: every op.")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops by name; default: all.")] = None,
     budget: Annotated[
-        float, typer.Option(help="Stop after this many seconds; what was measured is kept.")
+        float, typer.Option(help="Stop after this many seconds, and keep what was measured.")
     ] = 60.0,
     device: DeviceHere = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="Write the rows into this table to ship, instead of keeping them here."),
+        typer.Option(help="Write the rows into this table, to be shipped, and keep none for this machine."),
     ] = None,
     model: Annotated[
         str,
         typer.Option(
-            "--race", help="Instead of cases, what this model of `turnout race` calls, accelerated."
+            "--race", help="Instead of cases, measure what this model of `turnout race` calls, accelerated."
         ),
     ] = "",
     size: Annotated[
@@ -32,14 +32,13 @@ def tune(
     ] = "",
     dtype: Annotated[str, typer.Option(help="With --race: bfloat16, float16 or float32.")] = "bfloat16",
     again: Annotated[
-        bool, typer.Option("--again", help="With --race: also calls that were measured before.")
+        bool, typer.Option("--again", help="With --race: measure also calls that were measured before.")
     ] = False,
     json: Json = False,
 ) -> None:
-    """Measure the routes of an op's cases, or of what a model calls, and remember the fastest for this
-    machine.
+    """Measure the routes of ops' cases, or of a model's calls, and keep the times for this machine.
 
-    A model of your own: [bold]turnout.tune(during=lambda: model(x))[/bold] in Python.
+    For a model of your own: [bold]turnout.tune(during=lambda: model(x))[/bold] in Python.
 
     [bold]Example[/bold]  turnout tune matmul --budget 120
 
@@ -54,26 +53,27 @@ def tune(
     from turnout.routing.store import export as write
     from turnout.routing.store import folder
 
-    here = device_here(device)
+    torch_device = device_here(device)
+    spec = Device.of(torch_device)
     for op in ops or ():
         op_named(op)
     if export is not None:
         check_file("--export", export)
     else:
-        check_folder("TURNOUT_CACHE_DIR, rows are kept in", folder(Device.of(here)))
+        check_folder("rows are kept in", folder(spec), remedy="set TURNOUT_CACHE_DIR to another")
     options: dict[str, Any] = {"budget": budget, "save": export is None, "progress": not json}
     if model:
         with errors.status(Text(f"{model}: building")):
-            call = prepare_accelerated(model, size, dtype_named(dtype), here)
+            call = prepare_accelerated(model, size, dtype_named(dtype), torch_device)
         rows = turnout.tune(ops, during=call, again=again, **options)
     else:
-        rows = turnout.tune(ops, device=here, **options)
+        rows = turnout.tune(ops, device=torch_device, **options)
     if export is not None:
-        write(rows, Device.of(here), export)
+        write(rows, spec, export)
     if json:
         print_json([{"op": row.op, "problem": row.problem, "us": row.us, "error": row.error} for row in rows])
     else:
-        _show(rows, export or folder(Device.of(here)))
+        _show(rows, export or folder(spec))
 
 
 def _show(rows: list[Any], place: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -44,24 +44,25 @@ def warm(
     from turnout.routing.names import dtype_named
     from turnout.warming import warmed
     from turnout.warming.compiling import Compiler, most_jobs
+    from turnout.warming.progress import Bar
 
     begun = time.perf_counter()
     card = warmed.card_named(device)
     wanted = None if dtype is None else dtype_named(dtype)
     jobs = warmed.check_jobs(most_jobs() if jobs is None else jobs)
     names = list(RACERS) if "all" in models else list(dict.fromkeys(models))
-    with Compiler() as compiler, _Progress() as progress:
+    with Compiler() as compiler, Bar(errors) as bar:
         specs = []
         for name in names:
-            progress.plan(name)
+            bar.plan(name)
             specs += specs_of_race(name, size, wanted, card)
         found = warmed.compile_specs(
             compiler,
             list(dict.fromkeys(specs)),
             card,
             jobs=jobs,
-            check=check,
-            progress=progress.tell,
+            fewest=None if check else 1,
+            progress=bar.tell,
             begun=begun,
         )
     if json:
@@ -71,29 +72,3 @@ def warm(
         console.print(str(found))
     if not found.ready:
         raise typer.Exit(1)
-
-
-class _Progress:
-    """A bar of what is compiled, on standard error; before that, what is planned."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.shown = Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
-        self.task = self.shown.add_task("planning", total=None)
-
-    def __enter__(self) -> _Progress:
-        self.shown.start()
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self.shown.stop()
-
-    def plan(self, name: str) -> None:
-        self.shown.update(self.task, description=f"planning {name}")
-
-    def tell(self, done: int, total: int, name: str) -> None:
-        self.shown.update(
-            self.task, description=f"compiled {name}" if name else "compiling", completed=done, total=total
-        )

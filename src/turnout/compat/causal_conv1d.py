@@ -11,7 +11,7 @@ from torch import Tensor
 
 from turnout.ops.causal_conv1d import causal_conv1d
 from turnout.ops.causal_conv1d_update import causal_conv1d_update as _update
-from turnout.routing.writing import refuse_write
+from turnout.routing.mutation import refuse_write
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 

@@ -1,4 +1,5 @@
-"""Compile a launch before it is made, into Triton's cache on disk, or ask whether it is there already.
+"""Compile a launch before it is made, into Triton's cache on disk, ask whether it is there already, or be
+told when a launch finds it missing.
 
 A `Spec` says of a launch what its compiled code depends on, so that another process can compile it. Triton
 specializes for what is known of an argument (its dtype, whether 16 divides it, whether it is one), so a spec
@@ -9,7 +10,7 @@ keeps numbers as they are, and of an address whether it is aligned.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from turnout.launch import operands
 from turnout.launch.crosscompile import compiling_for
 from turnout.launch.descriptors import described, pattern
-from turnout.launch.launcher import compile_options
+from turnout.launch.launcher import compile_options, watching
 from turnout.launch.recording import Launch
 from turnout.routing.device import Device
 
@@ -139,6 +140,50 @@ def look_up(launch: Launch, device: Device) -> Found:
         finally:
             kernel.compile = before
     return Found(f"{kernel.fn.__module__}:{kernel.fn.__qualname__} {key}", present, len(kernel.src))
+
+
+def watch(kernel: Any) -> None:
+    """From now on, where this kernel is not in Triton's cache on disk and a thread that has set
+    `launcher.watching` is about to compile it, that is called first.
+
+    It is called with a function that asks the cache again. Whatever it has put there is loaded; else Triton
+    compiles. A kernel that is in the cache costs nothing more: it is looked up once, as ever.
+    """
+    if not hasattr(kernel, "device_caches"):  # Triton's interpreter compiles nothing
+        return
+    _ = kernel.device_caches[_current_device()]  # makes `kernel.compile` what it is
+    if not isinstance(kernel.compile, _Watched):
+        kernel.compile = _Watched(kernel.compile)
+
+
+class _Watched:
+    """In the place of a kernel's `compile`. It holds no state, so threads may share it."""
+
+    def __init__(self, compile: Callable[..., Any]):
+        self.compile = compile
+
+    def __call__(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        before = watching.get()
+        if before is not None:
+            compiled = self._cached(source, *args, **kwargs)
+            if compiled is not None:
+                return compiled
+            before(lambda: self._cached(source, *args, **kwargs) is None)
+        return self.compile(source, *args, **kwargs)
+
+    def _cached(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """The compiled kernel if it is in the cache on disk, else None."""
+
+        def stop(*args: Any) -> Any:
+            raise _MissingError
+
+        source.make_ir = stop
+        try:
+            return self.compile(source, *args, **kwargs)
+        except _MissingError:
+            return None
+        finally:
+            del source.make_ir
 
 
 def compile_ahead(launch: Launch, device: Device) -> None:

@@ -8,7 +8,7 @@ under the exact numbers, dtypes and alignments, and hands addresses to Triton's 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -24,6 +24,10 @@ BACKEND = "cuda" if torch.version.hip is None else "hip"  # Triton's name of wha
 hooks: list[Any] = []  # Triton's launch hooks, once it was needed
 # Where this thread's launches go instead of to a card: see `launch.recording`.
 recording: ContextVar[list[Launch] | None] = ContextVar("turnout_recording", default=None)
+# What wants to be called before Triton compiles a kernel in this thread: see `launch.ahead.watch`.
+watching: ContextVar[Callable[[Callable[[], bool]], object] | None] = ContextVar(
+    "turnout_watching", default=None
+)
 
 
 class Launch(NamedTuple):
@@ -107,6 +111,10 @@ def _start_in_triton(request: Launch) -> DirectLauncher | None:
     from triton import knobs
 
     kernel, programs, tensors, numbers, constants, warps, options = request
+    if watching.get() is not None:
+        from turnout.launch.ahead import watch
+
+        watch(kernel)
     with operands.compiling(options) as known:
         compiled = kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
     if compiled is None:  # Triton's interpreter compiles nothing

@@ -74,6 +74,8 @@ class Pretended(TorchFunctionMode):
         named = dict(kwargs or {})
         if func is torch.device:
             return func(*args, **named)
+        if func is Tensor.__deepcopy__ and isinstance(first, Tensor) and _is_real_on_card(first):
+            return args[1].setdefault(id(first), on_card(first))  # no memory of the card is taken
         tensors = list(_tensors((*args, *named.values())))
         if func is Tensor.cuda:
             func, args, named = Tensor.to, (first, PRETENDED), {}
@@ -112,6 +114,10 @@ def _suggests(x: Tensor, last: torch.memory_format) -> bool:
     if not x.is_contiguous(memory_format=last):
         return False
     return not x.is_contiguous() or (x.stride(1) == 1 and x.shape[1] > 1)
+
+
+def _is_real_on_card(x: Tensor) -> bool:
+    return not (x.is_meta or is_known(x) or x.is_cpu)
 
 
 def is_known(x: Any) -> bool:

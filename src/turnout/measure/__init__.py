@@ -1,3 +1,1 @@
-"""Measuring: the one timer, checks of outputs against float64, `tune`, and what peers need to be measured
-fairly.
-"""
+"""Measuring: the timer, the verification of outputs against float64, `tune`, and wrappers for peers."""

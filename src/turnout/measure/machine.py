@@ -1,4 +1,4 @@
-"""What a race ran on: processor, cores, card, driver, the date and the state of the code."""
+"""Describe what a race ran on: processor, cores, card, driver, date and commit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from turnout.routing import versions
 
 @functools.cache
 def processor() -> str:
-    """The processor's own name, such as "AMD EPYC 9R14"; its architecture where it does not say."""
+    """The processor's name, such as "AMD EPYC 9R14"; its architecture if it has none."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    named = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def cores() -> int:
@@ -32,8 +32,7 @@ def cores() -> int:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The machine as a row of JSON has it: `cpu`, `cores`, `threads` of torch, `card` and `driver` (None
-    without one)."""
+    """The machine, for a row: `cpu`, `cores`, `threads` of torch, `card` and `driver` (None on a CPU)."""
     on_gpu = device.type == "cuda"
     return {
         "cpu": processor(),
@@ -49,15 +48,15 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def in_words(found: dict[str, Any], software: dict[str, str], date: str, code: str | None) -> str:
-    """One line for a reader.
+def in_words(host: dict[str, Any], software: dict[str, str], date: str, code: str | None) -> str:
+    """Describe machine, software, date and commit in one line.
 
     >>> host = {"cpu": "EPYC", "cores": 2, "threads": 1, "card": None, "driver": None}
     >>> in_words(host, {"torch": "2.13.0"}, "2026-03-01", "abc")
     'EPYC, 2 cores, 1 thread; torch 2.13.0; 2026-03-01; commit abc'
     """
-    threads = f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
-    host = f"{found['cpu']}, {found['cores']} core{'s' * (found['cores'] != 1)}, {threads}"
-    card = [f"{found['card']}, driver {found['driver'] or 'unknown'}"] if found["card"] else []
+    threads = f"{host['threads']} thread{'s' * (host['threads'] != 1)}"
+    cpu = f"{host['cpu']}, {host['cores']} core{'s' * (host['cores'] != 1)}, {threads}"
+    card = [f"{host['card']}, driver {host['driver'] or 'unknown'}"] if host["card"] else []
     packages = ", ".join(f"{name} {version}" for name, version in software.items() if name != "driver")
-    return "; ".join([*card, host, packages, date, f"commit {code}" if code else "installed package"])
+    return "; ".join([*card, cpu, packages, date, f"commit {code}" if code else "installed package"])

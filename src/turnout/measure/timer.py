@@ -1,14 +1,18 @@
-"""The one timer of `tune`, `bench` and `race`.
+"""Time functions, for `tune`, `bench` and `race` alike.
 
-A GPU call has two costs: what the card does and what the host does to ask for it. In a program that calls one
-op after the other the longer of the two is felt, so that is the time of a variant; both parts are kept. The
-card's part is timed with events behind work that keeps it busy, so no launch latency leaks in; the host's
-part with a clock around calls that nothing waits for, as if the host's speed had been the same in all rounds.
-Variants take turns in one loop, in another order each time (a card that has just been hot runs slower: the
-same kernel took 8 % longer behind a heavier one), the clocks are warm, the data is cold: buffers rotate, and
-on a GPU other memory is read before each call. Read, not written: writing would leave dirty lines, and a call
-would pay for storing them (10 us on an H200, seen as 3.5 of 4.2 TB/s). On a CPU nothing else is read, since
-that would empty the caches of the interpreter too; a call before each sample warms the code.
+A call on a GPU takes time twice: the card's, and the host's to ask for it. A program that calls one op after
+another waits for the longer of the two, so that is the time of a variant; both parts are kept.
+
+- The card's time is measured with events, behind work that keeps the card busy, so that it has no launch
+  latency in it.
+- The host's time is measured with a clock around calls that wait for nothing, and corrected for rounds in
+  which the whole host was faster or slower.
+- Variants take turns in one loop, in another order each time: a card that has just been hot runs slower (the
+  same kernel took 8 % longer behind a heavier one).
+- The clocks are warm and the data is cold: sets of inputs rotate, and on a GPU other memory is read before
+  each call. It is not written, which would leave dirty cache lines that the call has to store (10 us on an
+  H200, seen as 3.5 of 4.2 TB/s). On a CPU nothing else is read, as that would empty the interpreter's caches
+  too; a call before each sample warms the code.
 """
 
 from __future__ import annotations
@@ -22,17 +26,13 @@ from typing import Any, NamedTuple
 import torch
 
 _HOST_CALLS = 50
-_SHORT = 200.0  # us: the host sets the time of such a call, and asking it often costs little
-_WARM = 40  # passes over half a gigabyte, 5 ms on an H200
-_BUSY = (
-    4  # of them before a sample at least: half a millisecond, longer than a host takes to queue most calls
-)
+_SHORT_US = 200.0  # the host often sets the time of shorter calls, and measuring it costs little then
+_WARM_PASSES = 40  # over half a gigabyte, 5 ms on an H200
+_BUSY_PASSES = 4  # before each sample at least: half a millisecond, longer than most calls take to queue
 
 
 class Timing(NamedTuple):
-    """Microseconds per call: the median of max(device, host), its interquartile range, the medians of the
-    card's and the host's part.
-    """
+    """Microseconds per call: the median of max(device, host), its interquartile range, the median of each."""
 
     us: float
     iqr: float
@@ -41,7 +41,7 @@ class Timing(NamedTuple):
 
 
 class CallTime(NamedTuple):
-    """Milliseconds of one call: until it returned, and until its device had done it; and what it gave."""
+    """Milliseconds of one call: until it returned, and until its device had finished; and its output."""
 
     host_ms: float
     ms: float
@@ -63,7 +63,7 @@ def time_call(run: Callable[[], Any], device: torch.device) -> CallTime:
 
 
 def host_us(run: Callable[..., Any], args: tuple, calls: int, device: torch.device) -> float:
-    """Microseconds the host takes for each of so many calls in a row, which wait for nothing."""
+    """Microseconds of host time for each of `calls` calls in a row, which do not wait for the device."""
     _synchronize(device)
     before = time.perf_counter()
     for _ in range(calls):
@@ -85,14 +85,13 @@ def time_variants(
     rounds: int = 30,
     seconds: float = 2.0,
 ) -> dict[str, Timing]:
-    """Time each variant on the given sets of inputs, taking turns.
+    """Time each variant on the sets of inputs, in turns.
 
-    `cache` is the size of the last-level cache in bytes, to be outgrown. Stops after `rounds` samples of each
-    variant or `seconds`, whichever comes first, but takes three samples at least.
+    `cache` is the size of the last-level cache in bytes. Stops after `rounds` samples of each variant or
+    `seconds`, whichever comes first, but not before three samples.
     """
-    for args in (
-        inputs if device.type == "cuda" else inputs[:1]
-    ):  # compile, allocate, load; a graph is captured for each set
+    # First calls compile, allocate and load. A peer that replays graphs captures one for each set of inputs.
+    for args in inputs if device.type == "cuda" else inputs[:1]:
         for run in variants.values():
             run(*args)
     if device.type == "cuda":
@@ -104,7 +103,9 @@ def _shuffled(variants: Mapping[str, Callable[..., Any]], seed: int) -> list[tup
     return random.Random(seed).sample(list(variants.items()), len(variants))
 
 
-def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
+def _time_cpu(
+    variants: Mapping[str, Callable[..., Any]], inputs: Sequence[tuple], rounds: int, seconds: float
+) -> dict[str, Timing]:
     samples: dict[str, list[float]] = {name: [] for name in variants}
     end = time.perf_counter() + seconds
     for i in range(rounds):
@@ -118,18 +119,25 @@ def _time_cpu(variants, inputs, rounds, seconds) -> dict[str, Timing]:
     return {name: _summary(times, [0.0]) for name, times in samples.items()}
 
 
-def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Timing]:
+def _time_cuda(
+    variants: Mapping[str, Callable[..., Any]],
+    inputs: Sequence[tuple],
+    device: torch.device,
+    cache: int,
+    rounds: int,
+    seconds: float,
+) -> dict[str, Timing]:
     with torch.cuda.device(device):
         # Read before every sample: it empties the cache, and it keeps the card busy for as long as the host
         # needs to queue the call.
         flush = torch.zeros(max(512 * 2**20, 4 * cache) // 4, device=device)
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        for _ in range(_WARM):  # to steady clocks
+        for _ in range(_WARM_PASSES):  # until the clocks are steady
             flush.sum()
         stop.record()
         torch.cuda.synchronize()
-        pass_us = 1e3 * start.elapsed_time(stop) / _WARM
+        pass_us = 1e3 * start.elapsed_time(stop) / _WARM_PASSES
         samples: dict[str, list[float]] = {name: [] for name in variants}
         host: dict[str, list[float]] = {name: [] for name in variants}
         end = time.perf_counter() + seconds
@@ -144,19 +152,22 @@ def _time_cuda(variants, inputs, device, cache, rounds, seconds) -> dict[str, Ti
                 stop.record()
                 torch.cuda.synchronize()
                 samples[name].append(1e3 * start.elapsed_time(stop))
-                if i % 3 == 0 or samples[name][-1] < _SHORT:
+                if i % 3 == 0 or samples[name][-1] < _SHORT_US:
                     host[name].append(host_us_of_a_call(run, args, samples[name][-1], device))
             if i >= 2 and time.perf_counter() > end:
                 break
-    hosts = _steadied({name: times for name, times in host.items() if len(times) == len(samples[name])})
-    return {name: _summary(samples[name], hosts.get(name, host[name])) for name in variants}
+    every_round = {name: times for name, times in host.items() if len(times) == len(samples[name])}
+    corrected = _at_usual_speed(every_round)
+    return {name: _summary(samples[name], corrected.get(name, host[name])) for name in variants}
 
 
-def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Host times of all rounds as if the host had always had its usual speed. It changes by half and back
-    within seconds, for all variants of a round alike, and where that happens in the middle, the median of
-    each is at one speed or the other by chance. The times of one variant alone say nothing of the host's
-    speed and stay as they are."""
+def _at_usual_speed(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Correct host times for rounds in which the host was faster or slower than usual.
+
+    A host's speed changes by half and back within seconds, for all variants of a round alike. Uncorrected,
+    chance would decide which speed the median of a variant has. The times of a single variant do not tell the
+    host's speed, and stay as they are.
+    """
     if len(host_us) < 2:
         return {name: list(times) for name, times in host_us.items()}
     rounds = [statistics.geometric_mean(times) for times in zip(*host_us.values(), strict=True)]
@@ -168,18 +179,15 @@ def _steadied(host_us: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 
 def _passes(host_us: Sequence[float], pass_us: float) -> int:
-    """Enough work to keep the card busy for as long as the host takes to queue a call, and half as long
-    again.
-    """
-    return max(_BUSY, int(1.5 * min(host_us, default=0.0) / max(pass_us, 1.0)) + 1)
+    """How many passes keep the card busy for 1.5 times as long as the host takes to queue a call."""
+    return max(_BUSY_PASSES, int(1.5 * min(host_us, default=0.0) / max(pass_us, 1.0)) + 1)
 
 
 def host_us_of_a_call(run: Callable[..., Any], args: tuple, device_us: float, device: torch.device) -> float:
-    """Microseconds the host spends on a call: the median of calls in a row, as the first ones find cold
-    caches.
+    """Microseconds that the host spends on a call: the median of calls in a row, of which the first are slow.
 
-    device_us: about how long the device takes. Few of a call that keeps it for long: the host does not set
-    its time, and all of them are waited for.
+    device_us: about how long the device takes. Only a few calls are made if it takes long: the host does not
+    set their time, and all of them have to be waited for.
     """
     spent = []
     for _ in range(max(3, min(_HOST_CALLS, int(10e3 / max(device_us, 1.0))))):
@@ -191,12 +199,11 @@ def host_us_of_a_call(run: Callable[..., Any], args: tuple, device_us: float, de
 
 
 def _summary(device_us: Sequence[float], host_us: Sequence[float]) -> Timing:
-    # Not the least: hosts have rare quick moments, and the same call, timed as two variants, took 12.7 us in
-    # one, 15.9 in the other.
+    # The median, not the minimum: hosts have rare fast moments, and the same call, timed as two variants, had
+    # minima of 12.7 and 15.9 us.
     host = statistics.median(host_us)
-    hosts = (
-        host_us if len(host_us) == len(device_us) else [host] * len(device_us)
-    )  # long calls: the host is asked now and then
-    felt = [max(pair) for pair in zip(device_us, hosts, strict=True)]
-    spread = statistics.quantiles(felt, n=4)
-    return Timing(statistics.median(felt), spread[2] - spread[0], statistics.median(device_us), host)
+    # The host's time of a long call is measured only in every third round.
+    hosts = host_us if len(host_us) == len(device_us) else [host] * len(device_us)
+    longer = [max(pair) for pair in zip(device_us, hosts, strict=True)]
+    quartiles = statistics.quantiles(longer, n=4)
+    return Timing(statistics.median(longer), quartiles[2] - quartiles[0], statistics.median(device_us), host)

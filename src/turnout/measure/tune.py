@@ -1,6 +1,6 @@
-"""tune: measure every route that can take a call, keep what is right, remember what is fast.
+"""Tune: measure every route that can take a call, and remember the times of those with a right output.
 
-Only when asked, within a budget.
+It happens only when it is asked for, and within a budget of seconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from turnout.measure.timer import Timing, time_variants
-from turnout.measure.verify import Trial
+from turnout.measure.verify import Verifier
 from turnout.routing import versions
 from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
@@ -38,7 +38,7 @@ from turnout.routing.row import Row
 from turnout.routing.store import publish
 from turnout.routing.table import Tables, forget_tables
 
-SECONDS = 1.0  # for a call of a model, of which nobody knows beforehand how many there are
+SECONDS = 1.0  # for each call of `during`: how many there will be is not known beforehand
 
 
 def tune(
@@ -52,15 +52,16 @@ def tune(
     progress: bool = True,
     **kwargs: Any,
 ) -> list[Row]:
-    """Measure the routes of one call, of what a model calls, of an op's cases, or of every op's cases, and
-    keep the times for this machine.
+    """Measure the routes of calls, and keep the times for this machine. Returns a row for each problem.
 
-    `tune("dot", a, b)` measures that call; `tune("dot")` the cases of dot; `tune(["dot", "inner"])` those of
-    both; `tune()` all cases. `tune(during=lambda: vae.decode(z))` runs that function once and measures what
-    it asks of ops, or of the ops that are named, each call when it first comes and with the arguments it
-    comes with; calls that were measured before are not, unless `again`. It stops measuring when `budget`
-    seconds are over; what was measured until then is kept. A route whose output is wrong is not timed, with a
-    warning. `save=False` keeps nothing. Returns a row for each problem measured.
+    - `tune("dot", a, b)` measures that call.
+    - `tune("dot")` measures the cases of dot, `tune(["dot", "inner"])` those of both, `tune()` all cases.
+    - `tune(during=lambda: vae.decode(z))` runs that function once, and measures each new call of an op, or of
+      the ops that are named, with the arguments it has. Calls that were measured before are skipped, unless
+      `again=True`.
+
+    budget: seconds after which nothing more is measured; the times measured until then are kept. save:
+    `False` keeps nothing. A route whose output is wrong is not timed, with a warning.
 
     >>> import torch, turnout
     >>> [row] = turnout.tune("dot", torch.ones(4096), torch.ones(4096), budget=1, save=False, progress=False)
@@ -80,22 +81,21 @@ def tune(
                 "tune was given the arguments of a call and during=; "
                 "it measures either that call or those of a function"
             )
-        return _during(
-            during, {known.name for known in _named(op)}, budget, again=again, save=save, progress=progress
-        )
+        names = {called.name for called in _ops_named(op)}
+        return _tune_during(during, names, budget, again=again, save=save, progress=progress)
     if op is not None and (args or kwargs):
-        known, call_args = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
-        calls = [(known, known.name, lambda: call_args)]
+        called, call_args = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
+        calls = [(called, called.name, lambda: call_args)]
     else:
         where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        cases = [(o, case) for o in _named(op) for case in o.cases()]
-        calls = [(o, f"{o.name} {case}", functools.partial(_of_case, o, case, where)) for o, case in cases]
+        cases = [(o, case) for o in _ops_named(op) for case in o.cases()]
+        calls = [(o, f"{o.name} {case}", functools.partial(_case_args, o, case, where)) for o, case in cases]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
-        for known, label, make in calls:
-            left = end - time.perf_counter()
-            if rows and left <= 0:
+        for called, label, make_args in calls:
+            seconds_left = end - time.perf_counter()
+            if rows and seconds_left <= 0:
                 warnings.warn(
                     f"turnout.tune: {budget:g} s are over, {len(rows)} of {len(calls)} calls were measured",
                     TurnoutWarning,
@@ -103,65 +103,64 @@ def tune(
                 )
                 break
             step(label)
-            row, where = measure(known, make(), seconds=max(0.3, left / (len(calls) - len(rows))))
+            seconds = max(0.3, seconds_left / (len(calls) - len(rows)))
+            row, device_of_row = measure(called, make_args(), seconds=seconds)
             rows.append(row)
             if save:
-                remember(row, where)
+                remember(row, device_of_row)
     return rows
 
 
-def _of_case(op: Op, case: Case, device: torch.device) -> tuple:
+def _case_args(op: Op, case: Case, device: torch.device) -> tuple:
     return op.arguments(*case.make(device, 0))
 
 
 def _as_run(call: Lowered) -> Lowered:
-    """A call with the arguments that routes would be given. Raise where none may take it (a subclass)."""
+    """The call as routes would get it, under this autocast; raise where none may take it (a subclass)."""
     why = blocked(call.args, call.op.autocast == "reference")
     if why is not None:
         raise ValueError(f"turnout.tune: {call.op.name} cannot be measured here: {why.reason}")
     return Lowered(call.op, call.op.cast(call.args, torch.Tensor.to))
 
 
-def _named(op: str | Callable[..., Any] | Sequence[str] | None) -> list[Op]:
-    return (
-        list(OPS.values())
-        if op is None
-        else [op_named(o) for o in ([op] if isinstance(op, str) or callable(op) else op)]
-    )
+def _ops_named(op: str | Callable[..., Any] | Sequence[str] | None) -> list[Op]:
+    """The op of a name or function, those of several names, or all ops for None."""
+    if op is None:
+        return list(OPS.values())
+    return [op_named(name) for name in ([op] if isinstance(op, str) or callable(op) else op)]
 
 
-def _during(
+def _tune_during(
     run: Callable[[], Any], ops: set[str], budget: float, *, again: bool, save: bool, progress: bool
 ) -> list[Row]:
-    """Measure while it runs: the arguments are there, as they are, and are not kept."""
+    """Call `run`, and measure each new call of these ops at the moment it comes, with its own arguments."""
     rows: list[Row] = []
-    seen: set[Any] = set()
+    seen_calls: set[Any] = set()
     left_out = 0
     end, busy = time.perf_counter() + budget, threading.Lock()
 
     def new_call(op: Op, args: tuple) -> None:
         nonlocal left_out
-        if op.name not in ops or not busy.acquire(
-            blocking=False
-        ):  # a route may ask other ops, and has been asked already
+        # Busy: this call comes from a route that is being measured.
+        if op.name not in ops or not busy.acquire(blocking=False):
             return
         try:
             where = next(x.device for x in args if isinstance(x, torch.Tensor))
             call = (op.name, op.problem(*args), where)
-            if call in seen or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            if call in seen_calls or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 return
-            seen.add(call)
-            left = end - time.perf_counter()
-            known = Device.of(where)
-            if not _candidates(op, call[1], known) or (
-                not again and Tables.for_device(known).has(op, call[1])
-            ):
+            seen_calls.add(call)
+            seconds_left = end - time.perf_counter()
+            device = Device.of(where)
+            if not _candidates(op, call[1], device):
                 return
-            if rows and left <= 0:
+            if not again and Tables.for_device(device).has(op, call[1]):
+                return
+            if rows and seconds_left <= 0:
                 left_out += 1
                 return
             step(f"{op.name} {[list(x.shape) for x in args if isinstance(x, torch.Tensor)]}")
-            row, device = measure(op, args, seconds=max(0.3, min(SECONDS, left)))
+            row, device = measure(op, args, seconds=max(0.3, min(SECONDS, seconds_left)))
             rows.append(row)
             if save:
                 publish(row, device)
@@ -176,20 +175,20 @@ def _during(
     try:
         with _progress(None, progress) as step, watched(new_call):
             run()
-    finally:  # what was measured counts, whatever became of the run
+    finally:  # the times measured so far count, also where the run failed
         forget_tables()
         forget_choices()
     if left_out:
         message = (
             f"turnout.tune: {budget:g} s are over, {len(rows)} calls were measured and {left_out} were not; "
-            "asked again, it goes on with those"
+            "the same tune(during=...) again measures those"
         )
         warnings.warn(message, TurnoutWarning, stacklevel=3)
     return rows
 
 
 def remember(row: Row, device: Device) -> None:
-    """Keep a row for this machine; calls from now on know of it."""
+    """Keep a row for this machine; calls use it from now on."""
     publish(row, device)
     forget_tables()
     forget_choices()
@@ -197,38 +196,35 @@ def remember(row: Row, device: Device) -> None:
 
 @torch.no_grad()
 @without_autocast()
-def measure(op: Op, args: tuple, *, seconds: float = 5.0, trial: Trial | None = None) -> tuple[Row, Device]:
-    """Verify and time every route that takes these arguments, each in its best configuration, and the
-    reference.
-    """
+def measure(
+    op: Op, args: tuple, *, seconds: float = 5.0, verifier: Verifier | None = None
+) -> tuple[Row, Device]:
+    """Verify and time the reference and every route that takes these arguments, in its best configuration."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     where = tensors[0].device
     device, problem = Device.of(where), op.problem(*args)
     candidates = _candidates(op, problem, device)
-    inputs = (
-        rotating(args, device) if not op.mutates else copies(args, 3)[1:]
-    )  # the trial's own arguments stay as they are
-    trial = trial or Trial(op, args)
+    # Calls that write get copies: the verifier still needs the arguments as they are.
+    inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]
+    verifier = verifier or Verifier(op, args)
     runs: dict[str, Callable[..., Any]] = {REFERENCE: op.reference}
     best: dict[str, dict[str, Any]] = {}
     for route in candidates:
-        sound = {str(config): (run, config) for config, run in _sound(op, route, args, device, trial)}
-        if not sound:
+        verified = {
+            str(config): (run, config) for config, run in _verified(op, route, args, device, verifier)
+        }
+        if not verified:
             continue
-        share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
-        variants = {name: run for name, (run, _) in sound.items()}
-        timings = (
-            time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share)
-            if len(sound) > 1
-            else None
-        )
-        # By GPU time: host time is the same for all configurations, so only its noise would differ.
-        name = min(timings, key=lambda n, t=timings: t[n].device_us) if timings else next(iter(sound))
-        run, best[route.name] = sound[name]
-        runs[route.name] = op.with_runtime_checks(
-            run, args
-        )  # with what the router asks before it runs a route
-    errors = {name: float(f"{trial.error(run):.3g}") for name, run in runs.items()}
+        fastest = next(iter(verified))
+        if len(verified) > 1:
+            share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
+            variants = {name: run for name, (run, _) in verified.items()}
+            times = time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share)
+            # By GPU time: host time is the same for all configurations, so only its noise would differ.
+            fastest = min(times, key=lambda name, t=times: t[name].device_us)
+        run, best[route.name] = verified[fastest]
+        runs[route.name] = op.with_runtime_checks(run, args)  # as the router runs it
+    errors = {name: float(f"{verifier.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(
         runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2
     )
@@ -258,15 +254,15 @@ def _candidates(op: Op, problem: Any, device: Device) -> list[Route]:
     ]
 
 
-def _sound(
-    op: Op, route: Route, args: tuple, device: Device, trial: Trial
+def _verified(
+    op: Op, route: Route, args: tuple, device: Device, verifier: Verifier
 ) -> Iterator[tuple[Config, Callable]]:
-    """The configurations of a route that launch and give the right output, each with what runs it."""
+    """The configurations of a route that run and give the right output, each with its function."""
     for config in route.configs(op.problem(*args), device):
         run = route.prepared(args, config).call
         try:
-            why = trial.complaint(route.numerics, run)
-        except Exception as failure:  # whatever a candidate does, tuning goes on with the others
+            why = verifier.mismatch(route.numerics, run)
+        except Exception as failure:  # of any kind: tuning goes on with the other configurations
             why = f"it failed: {type(failure).__name__}: {failure}"
         if why is None:
             yield config, run
@@ -279,16 +275,14 @@ def _sound(
 
 
 def rotating(args: tuple, device: Device) -> list[tuple]:
-    """Enough sets of the arguments to outgrow the cache, within reason: on a GPU the timer empties the cache
-    besides.
-    """
+    """Copy the arguments until all sets outgrow the cache; few times on a GPU, where the timer empties it."""
     size = sum(x.numel() * x.element_size() for x in args if isinstance(x, torch.Tensor))
     most = 64 if device.type == "cpu" else 4
     return copies(args, max(2, min(most, math.ceil(3 * device.cache / max(size, 1)))))
 
 
 def peak_mib(run: Callable[..., Any], args: tuple) -> float:
-    """The most CUDA memory in use above what was in use before, in MiB."""
+    """The most CUDA memory that a call has in use at once beyond what was in use before, in MiB."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -302,14 +296,14 @@ def _rounded(timings: dict[str, Timing], field: str) -> dict[str, float]:
 
 
 class _progress:
-    """A rich progress bar, or nothing."""
+    """A progress bar, if `shown`; inside the block, a function that takes the label of the next step."""
 
-    def __init__(self, total: int | None, wanted: bool):
-        self.total, self.wanted = total, wanted
+    def __init__(self, total: int | None, shown: bool):
+        self.total, self.shown = total, shown
 
     def __enter__(self) -> Callable[[str], None]:
         self.bar = None
-        if not self.wanted:
+        if not self.shown:
             return lambda label: None
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -322,9 +316,9 @@ class _progress:
         )
         self.bar.start()
         task = self.bar.add_task("", total=self.total)
-        seen = itertools.count()
+        steps = itertools.count()
         bar = self.bar
-        return lambda label: bar.update(task, completed=next(seen), description=label)
+        return lambda label: bar.update(task, completed=next(steps), description=label)
 
     def __exit__(self, *error: Iterable[Any]) -> None:
         if self.bar is not None:

@@ -1,4 +1,4 @@
-"""Is an output right? The same question, asked by tune, by bench, by doctor and by the tests."""
+"""Decide whether an output is right, for tune, bench, doctor and the tests alike."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ from turnout.routing.precision import strict_float32
 if TYPE_CHECKING:
     from turnout.routing.op import Op
 
-_WIDER = {
-    torch.complex64: torch.complex128,
-    torch.complex32: torch.complex128,
-    torch.complex128: torch.complex128,
-}
-CLOSE = 1.5
-_FEW, _ENOUGH = 256, 4096  # numbers
+_COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+CLOSE = 1.5  # times the reference's own error: what a route with "close" numerics may have
+_FEW, _ENOUGH = 256, 4096  # numbers in an output: too few to judge by one draw; enough in any case
 _DRAWS = 8
-_MANY = 10**12  # operations
+_MANY = 10**12  # operations, which would take minutes in float64
 
 
 def widened(x: Any, wide: torch.dtype = torch.float64) -> Any:
-    """A tensor in float64 (or the given type) or complex128; integers and everything else as they are."""
+    """Convert a tensor to float64 (or `wide`), or to complex128; integers and other values stay unchanged."""
     if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()):
-        return x.detach().to(_WIDER.get(x.dtype, wide))
+        return x.detach().to(torch.complex128 if x.dtype in _COMPLEX else wide)
     return x
 
 
 def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
-    """Everything a run gives back, and everything it writes into, as one tuple; the given arguments stay as
-    they are.
-    """
+    """Call `run` on copies of what it writes, and return its outputs and all it has written, as one tuple."""
     args = tuple(
         copy(x) if name in op.mutates and isinstance(x, Tensor) else x
         for name, x in zip(op.signature.parameters, args, strict=True)
@@ -48,8 +42,11 @@ def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
 
 
 def truth(op: Op, args: tuple) -> tuple[Tensor, ...]:
-    """What the reference gives in float64. Where that would take minutes and all numbers are of a half type,
-    in strict float32, whose error is a thousandth of theirs."""
+    """The outputs of the reference in float64.
+
+    Where that would take minutes and all arguments are of half types, in strict float32, whose error is a
+    thousandth of theirs.
+    """
     halves = all(
         x.dtype in (torch.float16, torch.bfloat16)
         for x in args
@@ -61,9 +58,7 @@ def truth(op: Op, args: tuple) -> tuple[Tensor, ...]:
 
 
 def relative_error(output: Tensor, true: Tensor) -> float:
-    """The norm of the difference over the norm of the truth; infinite where one is finite and the other is
-    not.
-    """
+    """The norm of the difference over the norm of `true`; infinite if an element is finite in only one."""
     wide = torch.complex128 if true.is_complex() else torch.float64
     difference = size = 0.0
     for x, y in zip(_parts(output.detach()), _parts(true.detach()), strict=True):
@@ -79,21 +74,21 @@ def relative_error(output: Tensor, true: Tensor) -> float:
 
 
 def _parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor into parts of about 2^28 numbers: a whole video in float64 would take too much room."""
+    """Split a tensor into parts of about 2^28 numbers: a whole video in float64 takes too much memory."""
     if not x.numel() or not x.dim():
         return (x,)
     axis = max(range(x.dim()), key=lambda dim: x.shape[dim])
     return x.split(max(1, x.shape[axis] * 2**28 // x.numel()), axis)
 
 
-class Trial:
-    """What the reference and float64 make of some arguments, to hold routes against.
+class Verifier:
+    """Compares routes with the reference, in the same dtype and in float64, for one set of arguments.
 
-    An output of a few numbers says little about the error of the code behind it: by luck it may be far better
-    or worse. Such a call is tried eight times (`draws`), with all tensors but the first rolled along the last
-    of their dimensions that is longer than 1, and errors are taken over all of that. So is one of a few
-    thousand numbers that
-    seems too far off: those of one query have most of their error in common.
+    An output of a few numbers says little about the error of the code that made it: by chance it may be far
+    smaller or larger. Such a call is made eight times (`draws`), each time with other arguments: all tensors
+    but the first are rolled along the last of their dimensions that is longer than 1. Errors are taken over
+    all draws. The same is done for an output of up to a few thousand numbers that seems too far off, as the
+    numbers of one query have most of their error in common.
     """
 
     def __init__(self, op: Op, args: tuple, draws: int | None = None):
@@ -115,10 +110,10 @@ class Trial:
             laid_like(x, rolled(x, i * 97)) if n in tensors[1:] else x for n, x in enumerate(self.args)
         )
 
-    def complaint(self, numerics: str, run: Callable[..., Any]) -> str | None:
-        """Why a run does not keep the promise of its numerics class, or None.
+    def mismatch(self, numerics: str, run: Callable[..., Any]) -> str | None:
+        """Why a function does not keep the promise of its numerics class; None if it does.
 
-        Shape, dtype and strides belong to every promise.
+        Every class promises the reference's shape, dtype and strides.
         """
         drawn_outputs = [outputs(self.op, run, self._drawn(i)) for i in range(self.draws)]
         for output, reference in zip(drawn_outputs, self.expected, strict=True):
@@ -140,32 +135,29 @@ class Trial:
             *(map(_stacked, zip(*parts, strict=True)) for parts in (drawn_outputs, self.expected, self.true)),
             strict=True,
         ):
-            why = self.too_far(output, reference, true)
+            why = self.error_mismatch(output, reference, true)
             if why is not None and self.draws == 1 and reference.numel() <= _ENOUGH:
-                return Trial(self.op, self.args, draws=_DRAWS).complaint(
-                    numerics, run
-                )  # that may have been luck, too
+                # That may be chance too: decide by more draws.
+                return Verifier(self.op, self.args, draws=_DRAWS).mismatch(numerics, run)
             if why is not None:
                 return why
         return None
 
-    def too_far(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
-        """Why an output is further from float64 than `close` allows, or None."""
+    def error_mismatch(self, output: Tensor, reference: Tensor, true: Tensor) -> str | None:
+        """Why an output is further from float64 than `close` allows; None if it is not."""
         error, allowed = relative_error(output, true), allowed_error(reference, true)
-        return (
-            None
-            if error <= allowed
-            else f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
-        )
+        if error <= allowed:
+            return None
+        return f"its error against float64 is {error:.2e}, allowed are {allowed:.2e}"
 
     def error(self, run: Callable[..., Any]) -> float:
-        """The relative error of a run's first output against float64."""
+        """The relative error of a function's first output against float64."""
         drawn_outputs = [outputs(self.op, run, self._drawn(i))[0] for i in range(self.draws)]
         return relative_error(_stacked(drawn_outputs), _stacked(true[0] for true in self.true))
 
 
 def rolled(x: Tensor, by: int) -> Tensor:
-    """A tensor rolled along the last of its dimensions that is longer than 1."""
+    """Roll a tensor along the last of its dimensions that is longer than 1."""
     return x.roll(by, next((dim for dim in reversed(range(x.dim())) if x.shape[dim] > 1), -1))
 
 
@@ -174,9 +166,10 @@ def _stacked(parts: Iterable[Tensor]) -> Tensor:
 
 
 def _misfit(output: Tensor, reference: Tensor, exact: bool) -> str | None:
-    for what in ("shape", "dtype", "device"):
-        if getattr(output, what) != getattr(reference, what):
-            return f"{what} is {getattr(output, what)}, the reference gives {getattr(reference, what)}"
+    for attribute in ("shape", "dtype", "device"):
+        actual, expected = getattr(output, attribute), getattr(reference, attribute)
+        if actual != expected:
+            return f"{attribute} is {actual}, the reference gives {expected}"
     if output.numel() and output.stride() != reference.stride():
         return f"strides are {output.stride()}, the reference gives {reference.stride()}"
     if exact and not torch.equal(output.nan_to_num(nan=123.0), reference.nan_to_num(nan=123.0)):
@@ -185,14 +178,17 @@ def _misfit(output: Tensor, reference: Tensor, exact: bool) -> str | None:
 
 
 def allowed_error(reference: Tensor, true: Tensor) -> float:
-    """1.5 times the reference's own error, and never less than rounding the result once would make: the
-    reference may avoid that by luck, the more so the fewer numbers there are. For float64 there is no wider
-    truth, so the reference is held against itself and reordered sums must agree to 1e-10."""
+    """The relative error that "close" numerics allow: 1.5 times the reference's own.
+
+    It is never less than the error of rounding a result once, which the reference may avoid by chance, more
+    often the fewer numbers there are. For float64 there is no wider dtype to compare with: reordered sums
+    must agree with the reference to 1e-10.
+    """
     if not (reference.is_floating_point() or reference.is_complex()):
         return 0.0
     if reference.dtype in (torch.float64, torch.complex128):
         return max(CLOSE * relative_error(reference, true), 1e-10)
-    # A half type is rounded to once, which makes eps / sqrt(12) on average; in float32 every step rounds as
-    # much as the last.
+    # Results of half types are rounded once, by eps / sqrt(12) on average; in float32 every step rounds as
+    # much as the last one.
     roundings = 2.0 if reference.numel() < _ENOUGH else 0.35 if reference.element_size() == 2 else 1.0
     return max(CLOSE * relative_error(reference, true), roundings * torch.finfo(reference.dtype).eps)

@@ -10,18 +10,19 @@ from typing import Any
 
 from torch import nn
 
-from turnout.models import bare, diffusers, layers, patch, replays, stock, transformers, worth
+from turnout.models import bare, calls, diffusers, layers, patch, stock, transformers, worth
 from turnout.models.graphs import ENGINES
 from turnout.models.report import Entry, Report, weights_of
+from turnout.models.snapshot import FIRST_CALLS, REPLAYS
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
 
 KNOWN: dict[str, type[patch.Adapter]] = {**diffusers.ADAPTERS, **transformers.ADAPTERS}
 MODELS: set[str] = diffusers.MODELS | transformers.MODELS
-GRAPHED: set[str] = MODELS | diffusers.GRAPHED
+WHOLE: set[str] = MODELS | diffusers.WHOLE  # whose calls are seen as a whole
 
 
-def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) -> Report:
+def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False, warm: bool = True) -> Report:
     """Patch the instances of a model so that its convolutions, norms, attention and scans take turnout's
     routes.
 
@@ -34,8 +35,10 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) 
     model, `None` leaves it to `turnout.numerics` at the time of a call.
     graph: on a CUDA device, calls of a known model that come again are captured in a CUDA graph and replayed,
     from the third on, until something changes that a graph would not see (docs/guides/cuda-graphs.md). It
-    costs the memory that a call works in, for as long as the graph is kept; `restore` frees it. Returns a
-    report; warns where nothing could be patched. Calling it again changes nothing; `restore` undoes it.
+    costs the memory that a call works in, for as long as the graph is kept; `restore` frees it.
+    warm: on a CUDA device, a call of a known model that lacks several compiled kernels compiles them together
+    first, in processes of its own (docs/guides/warm.md). Returns a report; warns where nothing could be
+    patched. Calling it again changes nothing; `restore` undoes it.
 
     >>> import torch, turnout
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
@@ -54,8 +57,8 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False) 
     try:
         for path, part in _parts(model):
             _accelerate_part(path, part, numerics, report)
-            if graph:
-                _graph_part(path, part, report)
+            if graph or (warm and report.patched):
+                _see_calls(path, part, report, graph=graph, warm=warm)
     except BaseException:
         _undo(model)
         raise
@@ -99,14 +102,23 @@ def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: R
     report.untouched = dict(untouched.most_common())
 
 
-def _graph_part(path: str, part: nn.Module, report: Report) -> None:
-    """Replay the calls of every known model in a part that is not inside another one."""
-    graphed: tuple[str, ...] = ()
+def _see_calls(path: str, part: nn.Module, report: Report, *, graph: bool, warm: bool) -> None:
+    """See the calls of every known model in a part, that is not inside another one, as a whole."""
+    seen: tuple[str, ...] = ()
     for inner, instance in list(part.named_modules()):
-        if _key(instance, GRAPHED) and not (graphed and f"{inner}.".startswith(graphed)):
-            report.graphs[".".join(filter(None, (path, inner)))] = replays.install(instance)
-            graphed += (f"{inner}." if inner else "",)
-    if not graphed:
+        if _key(instance, WHOLE) and not (seen and f"{inner}.".startswith(seen)):
+            calls.install(instance, graph=graph, warm=warm)
+            where, held = ".".join(filter(None, (path, inner))), vars(instance)
+            report.graphs |= {where: held[REPLAYS]} if graph else {}
+            report.first_calls |= {where: held[FIRST_CALLS]} if warm else {}
+            seen += (f"{inner}." if inner else "",)
+    if graph:
+        _note_graphs(path, part, report, any_known=bool(seen))
+
+
+def _note_graphs(path: str, part: nn.Module, report: Report, *, any_known: bool) -> None:
+    """Why there will be no graphs."""
+    if not any_known:
         name = type(_unwrapped(part)).__name__
         report.notes.append(f"{path or 'model'}: graph=True needs a known model, {name} is none: no graphs")
     elif all(x.device.type not in ENGINES for x in part.parameters()):
@@ -159,6 +171,7 @@ def restore(model: Any) -> int:
     fronts = 0
     for _, part in _parts(model):
         for _, instance in _instances(part):
+            calls.uninstall(instance)
             fronts += patch.take_front(instance) is not None and patch.patched(instance) is None
     return fronts + _undo(model)
 
@@ -169,12 +182,14 @@ def _undo(model: Any) -> int:
     bare.forget(instances)
     worth.forget(instances)
     for instance in instances:
-        replays.uninstall(instance)
+        calls.uninstall(instance)
     return sum(map(patch.undo, instances))
 
 
 @contextlib.contextmanager
-def accelerated(model: Any, *, numerics: str | None = None, graph: bool = False) -> Iterator[Report]:
+def accelerated(
+    model: Any, *, numerics: str | None = None, graph: bool = False, warm: bool = True
+) -> Iterator[Report]:
     """`accelerate` for the length of a `with` block.
 
     >>> import torch, turnout
@@ -184,7 +199,7 @@ def accelerated(model: Any, *, numerics: str | None = None, graph: bool = False)
     >>> type(model) is torch.nn.Conv2d
     True
     """
-    report = accelerate(model, numerics=numerics, graph=graph)
+    report = accelerate(model, numerics=numerics, graph=graph, warm=warm)
     try:
         yield report
     finally:

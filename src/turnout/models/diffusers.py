@@ -105,5 +105,5 @@ MODELS = {
     "diffusers.models.transformers.transformer_qwenimage.QwenImageTransformer2DModel",
 }
 
-# Models that are not known so, and whose calls may be replayed as CUDA graphs all the same.
-GRAPHED = {"diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"}
+# Models that are not known so, and whose calls are seen as a whole all the same (`calls`).
+WHOLE = {"diffusers.models.unets.unet_2d_condition.UNet2DConditionModel"}

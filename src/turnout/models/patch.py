@@ -23,7 +23,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -116,16 +116,20 @@ def _reduce_without_front(self: Any, protocol: Any) -> Any:
     return twin.__reduce_ex__(protocol)
 
 
-def undo(instance: Any) -> bool:
-    """Give an instance its own class, and its weight the old place in memory, back; False where it has it."""
+def undo(instance: Any, adapters: Container[type] | None = None) -> bool:
+    """Give an instance its own class, and its weight the old place in memory, back; False where it has it.
+
+    adapters: take off no more than one of these, if it is the foremost.
+    """
     patch = patched(instance)
-    if patch is None:
+    if patch is None or (adapters is not None and patch.adapter not in adapters):
         return False
     if patch.relaid and isinstance(instance.weight, Tensor):
         instance.weight.data = instance.weight.data.contiguous()
     front = take_front(instance)
     instance.__class__ = _without(type(instance))
-    undo(instance)  # a model whose calls are replayed is patched twice
+    if adapters is None:
+        undo(instance)  # a model whose calls are seen as a whole is patched twice
     if front is not None:
         put_front(instance, *front)
     return True
@@ -303,13 +307,19 @@ def _show_to_caches(base: type, cls: type) -> None:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle and copy by what the class was made of: the class itself has no name to be found under."""
-    patch = type(self)._turnout_patch
-    make, arguments, *rest = super(patch.adapter, self).__reduce_ex__(max(2, protocol))
+    patches = [type(self)._turnout_patch]
+    while (inner := getattr(patches[-1].base, "_turnout_patch", None)) is not None:
+        patches.append(inner)
+    make, arguments, *rest = super(patches[-1].adapter, self).__reduce_ex__(max(2, protocol))
     if make is not copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
         return (make, arguments, *rest)
-    return (_remade, (*patch, *arguments[1:]), *rest)
+    layers = tuple((each.adapter, each.numerics, each.relaid) for each in reversed(patches))
+    return (_remade, (patches[-1].base, layers, *arguments[1:]), *rest)
 
 
-def _remade(base: type, adapter: type, numerics: str | None, relaid: bool, *arguments: Any) -> Any:
-    cls = _in_front(base, adapter, numerics, relaid)
+def _remade(base: type, layers: tuple[tuple[type, str | None, bool], ...], *arguments: Any) -> Any:
+    """An instance of a class with adapters in front of it, the innermost first."""
+    cls = base
+    for layer in layers:
+        cls = _in_front(cls, *layer)
     return cls.__new__(cls, *arguments)

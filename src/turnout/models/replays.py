@@ -28,9 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from turnout.models import bare, graphs, patch, sdpa
-from turnout.models.patch import Adapter
-from turnout.models.snapshot import PLAIN_TENSORS, REPLAYS, ModelSnapshot, remembered_tensors
+from turnout.models import bare, graphs, sdpa
+from turnout.models.snapshot import PLAIN_TENSORS, ModelSnapshot, remembered_tensors
 from turnout.routing import fallback, settings
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.precision import get_precision
@@ -368,7 +367,7 @@ def _default_device() -> Any:
     return torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None
 
 
-def _rewritten() -> str | None:
+def rewritten() -> str | None:
     """Who else wants to see what a call runs, op by op."""
     reason = fallback._rewriting()
     if reason is not None:
@@ -491,9 +490,9 @@ class Replays:
 
     def _device(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
         """Where a call runs; raises for calls of which nothing may be captured whatever their arguments."""
-        rewritten = _rewritten()
-        if rewritten is not None:
-            raise Refused(f"{rewritten}, graphs need a plain call")
+        who = rewritten()
+        if who is not None:
+            raise Refused(f"{who}, graphs need a plain call")
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if not tensors:
             raise Refused("no tensor among the arguments")
@@ -759,44 +758,3 @@ def _own(value: Any) -> Any:
         if isinstance(x, Tensor) and x.is_cuda:
             x.record_stream(torch.cuda.current_stream(x.device))
     return value
-
-
-# -- models ------------------------------------------------------------------------------------------------
-
-
-class GraphedForward(Adapter):
-    """calls that come again are replayed as CUDA graphs"""
-
-    exact = True
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stock = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        if torch.compiler.is_compiling():
-            return stock(*args, **kwargs)
-        return vars(self)[REPLAYS].call(self, stock, args, kwargs)
-
-
-class GraphedDecode(Adapter):
-    """decodes that come again are replayed as CUDA graphs"""
-
-    exact = True
-
-    def _decode(self: Any, *args: Any, **kwargs: Any) -> Any:
-        stock = super()._decode  # pyright: ignore[reportAttributeAccessIssue]
-        if torch.compiler.is_compiling():
-            return stock(*args, **kwargs)
-        return vars(self)[REPLAYS].call(self, stock, args, kwargs)
-
-
-def install(model: nn.Module) -> Replays:
-    """Replay the calls of a model that come again: of an autoencoder its decodes, else its forward."""
-    replays = vars(model)[REPLAYS] = Replays()
-    patch.apply(model, GraphedDecode if hasattr(model, "_decode") else GraphedForward, None)
-    return replays
-
-
-def uninstall(model: object) -> None:
-    """Free what `install` has captured; the class of the model is `patch.undo`'s."""
-    replays = getattr(model, "__dict__", {}).pop(REPLAYS, None)
-    if replays is not None:
-        replays.release()

@@ -44,6 +44,7 @@ class Report:
     graphs: dict[str, Any] = field(
         default_factory=dict
     )  # path to what became of its calls, where graphs were asked for
+    first_calls: dict[str, Any] = field(default_factory=dict)  # path to what became of calls that compile
 
     @property
     def patched(self) -> list[Entry]:
@@ -63,7 +64,10 @@ class Report:
 
     def details(self) -> str:
         """Every part, by its path."""
-        return "\n".join([*self._heads(), *map(_line, self.entries), *self._tail(), *self._graphs(1000)])
+        lines = [*self._heads(), *map(_line, self.entries), *self._tail(), *self._graphs(1000)]
+        for path, first_calls in self.first_calls.items():
+            lines += [f"  first calls of {path or 'model'}: {line}" for line in first_calls.lines()]
+        return "\n".join(lines)
 
     def __str__(self) -> str:
         kinds = [

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 _version, _is_training = attrgetter("_version"), attrgetter("training")
 _everything = itertools.chain.from_iterable
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)  # others, made of several, have no address
-REPLAYS = "_turnout_replays"  # the attribute of a model under which its graphs are kept: no part of its state
+# Attributes of a model that are no part of its state: its graphs, and what became of its first calls.
+REPLAYS, FIRST_CALLS = "_turnout_replays", "_turnout_first_calls"
 _HOOKED = "a hook or a forward, which a CUDA graph does not run, was given to or taken from a module"
 
 
@@ -299,7 +300,7 @@ class _State:
 
     def _own(self, path: str, held: dict[str, Any]) -> None:
         for name, value in held.items():
-            if name not in _OF_MODULES and name not in (REPLAYS, "forward"):
+            if name not in _OF_MODULES and name not in (REPLAYS, FIRST_CALLS, "forward"):
                 self._describe(f"{path}.{name}" if path else name, value)
 
     def _describe(self, path: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the models that may race launch on a card, found without running them: for `turnout warm`."""
+"""List the launches of a model on a card without running it, for `turnout warm`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from turnout.warming.planning import planning
 def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device) -> list[Spec]:
     """Every launch of one call of an accelerated model, each once.
 
-    size: a name ("full", "" for it), or the numbers of one: "480x832x81". dtype: None for the model's own.
-    Raises ValueError where there is no such model or size, or the model cannot be called so.
+    size: a name ("" is "full"), or numbers such as "480x832x81". dtype: None for the model's own. Raises
+    ValueError if there is no such model or size, or if the model cannot be called in this way.
     """
     racer = racer_named(name)
     config, numbers = numbers_of(name, racer, size)
@@ -34,8 +34,8 @@ def specs_of_race(name: str, size: str, dtype: torch.dtype | None, card: Device)
         except NeedsValuesError:
             raise
         except (RuntimeError, ValueError, IndexError, AssertionError) as failure:
-            said = str(failure).strip().split("\n")[0]
-            raise ValueError(f"{shown} cannot be planned: {type(failure).__name__}: {said}") from failure
+            message = str(failure).strip().split("\n")[0]
+            raise ValueError(f"{shown} cannot be planned: {type(failure).__name__}: {message}") from failure
         return specs_of(launches)
 
 
@@ -48,8 +48,8 @@ def numbers_of(name: str, racer: Racer, size: str) -> tuple[str, tuple[int, ...]
     full = racer.sizes["full"]
     if not words or not all(word.isdigit() for word in words):
         raise ValueError(
-            f"{name} has no size {size!r}; one of: {', '.join(racer.sizes)}, "
-            f"or numbers like {'x'.join(map(str, full))}"
+            f"{name} has no size {size!r}; give one of {', '.join(racer.sizes)}, "
+            f"or numbers such as {'x'.join(map(str, full))}"
         )
     numbers = tuple(map(int, words))
     if len(numbers) != len(full) or 0 in numbers:

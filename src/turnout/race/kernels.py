@@ -1,4 +1,4 @@
-"""What ran when: the kernels of one call by kind, and the routes behind them."""
+"""Profile one call of a model: its kernels by kind, and the routes that launched them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,13 @@ KINDS = {
     ),
 }
 
-LAUNCH = re.compile(
-    "(cuda|cu|hip)[A-Z]"
-)  # how calls of the driver are named: cudaLaunchKernel, cuLaunchKernelEx, hipLaunchKernel
+LAUNCH = re.compile("(cuda|cu|hip)[A-Z]")  # driver calls: cudaLaunchKernel, cuLaunchKernelEx, hipLaunchKernel
 
 
 def kind_of(name: str) -> str:
-    low = name.lower()
-    return next((kind for kind, words in KINDS.items() if any(word in low for word in words)), "other")
+    """The kind of a kernel, by its name: the first of `KINDS` with a word in it, or "other"."""
+    name = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
 
 
 class Kernel(NamedTuple):
@@ -74,7 +73,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Share:
-    """What the calls of one op took down one route: how often, how long, and why that route."""
+    """The calls of one op that took one route: how many, their time and share, and why that route."""
 
     op: str
     route: str
@@ -86,7 +85,7 @@ class Share:
 
 @dataclass
 class Trace:
-    """One call of a model, kernel by kernel."""
+    """The kernels of one call of a model, in the order they ran, and the routes of its ops."""
 
     kernels: list[Kernel]
     routes: list[Share] = field(default_factory=list)
@@ -102,15 +101,14 @@ class Trace:
         return {kind: round(ms, 3) for kind, ms in sorted(total.items(), key=lambda item: -item[1])}
 
     def longest(self, count: int = 10) -> list[tuple[str, int, float]]:
-        """The kernels that took longest in all: name, how often, milliseconds."""
-        spent: dict[str, float] = collections.defaultdict(float)
-        often: collections.Counter[str] = collections.Counter()
+        """The kernels that took longest in total: name, number of launches, milliseconds."""
+        total: dict[str, float] = collections.defaultdict(float)
+        launches: collections.Counter[str] = collections.Counter()
         for kernel in self.kernels:
-            spent[kernel.name] += kernel.length
-            often[kernel.name] += 1
-        return [
-            (name, often[name], ms) for name, ms in sorted(spent.items(), key=lambda item: -item[1])[:count]
-        ]
+            total[kernel.name] += kernel.length
+            launches[kernel.name] += 1
+        slowest = sorted(total.items(), key=lambda item: -item[1])[:count]
+        return [(name, launches[name], ms) for name, ms in slowest]
 
 
 def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Trace:
@@ -131,8 +129,9 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
             with without_profiler_lines():
                 profiler.stop()
     events = list(profiler.events() or [])
-    wanted = "CUDA" if on_gpu else "CPU"
-    # A range repeats its kernels on a GPU; on a CPU its own time is that of kernels torch does not know.
+    device_type = "CUDA" if on_gpu else "CPU"
+    # On a GPU the time of a range repeats that of its kernels; on a CPU its own time is that of kernels which
+    # torch does not know.
     repeats = set(why) if on_gpu else set()
     kernels = [
         Kernel(
@@ -141,18 +140,18 @@ def traced(run: Callable[[], Any], device: torch.device, *, routes: bool) -> Tra
             (event.device_time if on_gpu else event.self_cpu_time_total) / 1e3,
         )
         for event in events
-        if event.device_type.name == wanted
+        if event.device_type.name == device_type
         and event.name not in repeats
         and not event.name.startswith(("ProfilerStep", "cuda", "cudnn::"))
     ]
     kernels = [kernel for kernel in kernels if kernel.length > 0]
     trace = Trace(sorted(kernels, key=lambda kernel: kernel.start))
     calls = [event for event in events if event.name in why and event.device_type.name == "CPU"]
-    spent = launched_in(calls, events) if on_gpu else [event.cpu_time_total / 1e3 for event in calls]
-    taken: dict[str, list[float]] = collections.defaultdict(list)
-    for event, ms in zip(calls, spent, strict=True):
-        taken[event.name].append(ms)
-    for name, times in sorted(taken.items(), key=lambda item: -sum(item[1])):
+    call_ms = launched_in(calls, events) if on_gpu else [event.cpu_time_total / 1e3 for event in calls]
+    by_route: dict[str, list[float]] = collections.defaultdict(list)
+    for event, ms in zip(calls, call_ms, strict=True):
+        by_route[event.name].append(ms)
+    for name, times in sorted(by_route.items(), key=lambda item: -sum(item[1])):
         op, _, route = name.removeprefix("turnout::").partition("/")
         trace.routes.append(
             Share(op, route, len(times), round(sum(times), 3), round(sum(times) / trace.busy, 4), why[name])
@@ -168,33 +167,33 @@ LOG_LINE = re.compile(
 
 @contextlib.contextmanager
 def without_profiler_lines() -> Iterator[None]:
-    """Keep the profiler's log lines (it starts, it stops) out of the process's output and error.
+    """Inside this block, keep the profiler's log lines (start, stop) out of the process's output and error.
 
-    Inside, all that libraries write there goes to a file. At the end, the other lines are written where they
+    Everything written there goes to a file first; at the end, the other lines are written to where they
     belong.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     with contextlib.ExitStack() as files:
-        held = []
+        redirected = []  # (descriptor, a duplicate of it, the file in its place)
         for descriptor in (1, 2):
             try:
-                kept = os.dup(descriptor)
-            except OSError:  # closed: nobody can write there
+                duplicate = os.dup(descriptor)
+            except OSError:  # it is closed: nothing can be written there
                 continue
-            aside = files.enter_context(tempfile.TemporaryFile())
-            held.append((descriptor, kept, aside))
-            os.dup2(aside.fileno(), descriptor)
+            file = files.enter_context(tempfile.TemporaryFile())
+            redirected.append((descriptor, duplicate, file))
+            os.dup2(file.fileno(), descriptor)
         try:
             yield
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            for descriptor, kept, aside in held:
-                os.dup2(kept, descriptor)
-                os.close(kept)
-                aside.seek(0)
-                _write_all(descriptor, LOG_LINE.sub(b"", aside.read()))
+            for descriptor, duplicate, file in redirected:
+                os.dup2(duplicate, descriptor)
+                os.close(duplicate)
+                file.seek(0)
+                _write_all(descriptor, LOG_LINE.sub(b"", file.read()))
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -203,10 +202,10 @@ def _write_all(descriptor: int, text: bytes) -> None:
 
 
 def launched_in(calls: list[Any], events: list[Any]) -> list[float]:
-    """Sum the milliseconds of the kernels launched within each host range; of nested ranges the inner counts.
+    """Sum the milliseconds of the kernels that each host range launched; of nested ranges the inner counts.
 
-    The profiler itself assigns only kernels that torch launches to a range. Triton's have nothing but the
-    number of their launch, which the driver's call has too.
+    The profiler itself assigns only kernels that torch launches. Triton's have nothing but the number of
+    their launch, which the event of the driver's call has too.
     """
     order = sorted(range(len(calls)), key=lambda i: calls[i].time_range.start)
     starts = [calls[i].time_range.start for i in order]
@@ -216,25 +215,25 @@ def launched_in(calls: list[Any], events: list[Any]) -> list[float]:
         if event.device_type.name == "CPU" and LAUNCH.match(event.name)
     }
     names = {event.name for event in calls}
-    spent = [0.0] * len(calls)
+    milliseconds = [0.0] * len(calls)
     for kernel in events:
-        at = (
-            launches.get(kernel.id)
-            if kernel.device_type.name == "CUDA" and kernel.name not in names
-            else None
-        )
-        if at is None:
+        is_kernel = kernel.device_type.name == "CUDA" and kernel.name not in names
+        launched_at = launches.get(kernel.id) if is_kernel else None
+        if launched_at is None:
             continue
-        for i in reversed(order[: bisect.bisect_right(starts, at)]):
-            if at <= calls[i].time_range.end:
-                spent[i] += kernel.device_time / 1e3
+        for i in reversed(order[: bisect.bisect_right(starts, launched_at)]):
+            if launched_at <= calls[i].time_range.end:
+                milliseconds[i] += kernel.device_time / 1e3
                 break
-    return spent
+    return milliseconds
 
 
 @contextlib.contextmanager
 def _named_calls() -> Iterator[dict[str, str]]:
-    """Name a profiler range "turnout::<op>/<route>" for every routed call inside. Yields name to reason."""
+    """Inside this block every routed call is a profiler range "turnout::<op>/<route>".
+
+    Yields the reason for each route, by the range's name.
+    """
     why: dict[str, str] = {}
 
     def named(op: Op, args: tuple) -> contextlib.AbstractContextManager[Any]:

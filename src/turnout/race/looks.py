@@ -1,7 +1,4 @@
-"""The kinds of kernels on the page of a race: a colour and a meaning for each.
-
-The style sheet is in its template.
-"""
+"""The colour and the meaning of each kind of kernel on the page of a race."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import NamedTuple
 
 
 class Look(NamedTuple):
-    """How a kind of kernel is drawn, and what it is."""
+    """The colour that a kind of kernel is drawn in, and what it does."""
 
     colour: str
     meaning: str

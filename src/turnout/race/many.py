@@ -1,4 +1,4 @@
-"""Races one after the other, within a budget, each with a row as soon as it is done."""
+"""Run several races one after the other, within a budget; each has its row as soon as it is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from turnout.routing.names import dtype_named
 
 
 class Entry(NamedTuple):
-    """One race that is to be run: a model by name, in one size and one dtype."""
+    """A race to run: a model by name, in one size and one dtype."""
 
     name: str
     racer: Racer
@@ -39,53 +39,52 @@ class Entry(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of an entry: its race, or why there is none."""
+    """The outcome of an entry: its race and headline, or None and the reason."""
 
     entry: Entry
     race: Race | None
-    said: str
+    message: str
 
     @property
     def title(self) -> str:
         return self.entry.title
 
     def row(self) -> dict[str, Any]:
-        """One line of JSON."""
+        """The outcome as a JSON object."""
         if self.race is not None:
             return self.race.row()
         return {
             "model": self.entry.name,
             "size": self.entry.size,
             "dtype": self.entry.dtype_name,
-            "failed": self.said,
+            "failed": self.message,
         }
 
 
 def entries(
     names: list[str], size: str, dtype: str | None, device: torch.device, weights: Path | None = None
 ) -> list[Entry]:
-    """The races that were asked for. Raises ValueError if one of them cannot be run: a name or a size that is
-    not known, a package that is not installed, a folder that holds no such weights. Nothing is built for
-    that.
+    """List the races of some models: in `dtype`; without it one model in its first dtype, several in all.
 
-    One model runs in its first dtype; several, in all that each is raced in on this kind of device.
+    Raises ValueError, before a model is built, if one cannot be run: its name or size is not known, its
+    package is not installed, the folder does not hold its weights.
     """
-    chosen = []
+    listed = []
     for name in dict.fromkeys(names):
         racer = racer_named(name)
-        wanted = size_named(name, size, device)
+        size_name = size_named(name, size, device)
         racer.load_class()
         if weights is not None:
             check_weights(weights, racer)
         others = racer.dtypes[1:] if len(names) > 1 else ()
         dtypes = [dtype] if dtype is not None else [racer.default_dtype(device), *others]
-        chosen += [Entry(name, racer, wanted, dtype_named(each)) for each in dtypes]
-    return chosen
+        listed += [Entry(name, racer, size_name, dtype_named(each)) for each in dtypes]
+    return listed
 
 
 @dataclass
 class Plan:
-    """Races to run in this order. `left` names those that the budget left out."""
+    """Races to run in this order, and their options. `left` names those that the budget left out."""
 
     entries: list[Entry]
     device: torch.device
@@ -102,28 +101,28 @@ class Plan:
     left: list[str] = field(default_factory=list)
 
     def run(self, on_progress: Callable[[str, str], object] = lambda race, step: None) -> Iterator[Outcome]:
-        """Run them; each outcome comes as soon as it is known, and its row is written before that.
+        """Run the races; yield each outcome as soon as it is known, after its row was written.
 
-        `on_progress` is told which race runs, and which step of it.
+        on_progress: called with the race that runs and the step of it.
         """
         end = None if self.budget is None else time.perf_counter() + self.budget
         done = self._done() if self.missing else set()
         for i, entry in enumerate(self.entries):
-            what = entry.racer.describe(entry.size, given=self.weights is not None)
-            if (what, entry.dtype_name) in done:
+            description = entry.racer.describe(entry.size, own_weights=self.weights is not None)
+            if (description, entry.dtype_name) in done:
                 continue
-            left = None if end is None else end - time.perf_counter()
-            if left is not None and left <= 0:
+            seconds_left = None if end is None else end - time.perf_counter()
+            if seconds_left is not None and seconds_left <= 0:
                 self.left.append(f"{entry.name} ({entry.dtype_name})")
                 continue
-            which = f"{i + 1} of {len(self.entries)}: " if len(self.entries) > 1 else ""
-            seconds = self.seconds if left is None else min(self.seconds, left)
-            yield self._one(entry, seconds, functools.partial(on_progress, f"{which}{entry.title}"))
-            self._forget()
+            count = f"{i + 1} of {len(self.entries)}: " if len(self.entries) > 1 else ""
+            seconds = self.seconds if seconds_left is None else min(self.seconds, seconds_left)
+            yield self._run_one(entry, seconds, functools.partial(on_progress, f"{count}{entry.title}"))
+            self._free_memory()
 
-    def _one(self, entry: Entry, seconds: float, on_progress: Callable[[str], object]) -> Outcome:
-        # Thousands of small kernels take the profiler longer than the race: of many models, the one with
-        # routes
+    def _run_one(self, entry: Entry, seconds: float, on_progress: Callable[[str], object]) -> Outcome:
+        # Profiling thousands of small kernels takes longer than the race, so of several models only the lane
+        # with routes is profiled.
         lanes = (STOCK, ACCELERATED, COMPILED) if len(self.entries) == 1 else (ACCELERATED,)
         options: dict[str, Any] = {
             "weights": self.weights,
@@ -136,17 +135,17 @@ class Plan:
             "on_progress": on_progress,
         }
         try:
-            found = race(entry.name, entry.size, entry.dtype, self.device, **options)
+            result = race(entry.name, entry.size, entry.dtype, self.device, **options)
         except Exception as failure:
             if len(self.entries) == 1 and not isinstance(failure, (ValueError, torch.OutOfMemoryError)):
-                raise  # a mistake of ours, or of the model: its traceback says more than a line
+                raise  # a mistake in turnout or in the model: its traceback says more than a line
             return Outcome(entry, None, _in_a_line(failure))
         if self.out is not None:
-            keep_row(found.row(), self.path(), "what", "dtype")
-        return Outcome(entry, found, found.headline())
+            keep_row(result.row(), self.path(), "what", "dtype")
+        return Outcome(entry, result, result.headline())
 
-    def _forget(self) -> None:
-        """Give memory back before the next model comes."""
+    def _free_memory(self) -> None:
+        """Free the memory of a model before the next one is built."""
         if self.compiled:
             torch.compiler.reset()
         gc.collect()
@@ -154,13 +153,13 @@ class Plan:
             torch.cuda.empty_cache()
 
     def path(self) -> Path:
-        """The file of rows for this device."""
+        """The file in which the rows of this device lie."""
         assert self.out is not None
         return self.out / Device.of(self.device).slug / "race.jsonl"
 
     def _done(self) -> set[tuple[str, str]]:
-        """What has a row of this code and this Triton, by description and dtype; with `compiled` or `graph`,
-        one of that lane."""
+        """The races, by description and dtype, that have a row of this code and this Triton, with the lanes
+        that `compiled` and `graph` ask for."""
         if self.out is None:
             return set()
         return {
@@ -171,10 +170,10 @@ class Plan:
 
 
 def _in_a_line(failure: BaseException) -> str:
-    """What a failure says, and where it happened: rows of many models have no room for a traceback."""
+    """The message of a failure and where it arose: rows of many models have no room for a traceback."""
     lines = str(failure).strip().splitlines()
     last = traceback.extract_tb(failure.__traceback__)[-1]
-    said = lines[0] if lines else "no message"
-    if isinstance(failure, ValueError):  # of what was asked for: the message says it all
-        return said
-    return f"{type(failure).__name__}: {said} (in {last.name}, {Path(last.filename).name}:{last.lineno})"
+    message = lines[0] if lines else "no message"
+    if isinstance(failure, ValueError):  # a mistake in the options: the message is enough
+        return message
+    return f"{type(failure).__name__}: {message} (in {last.name}, {Path(last.filename).name}:{last.lineno})"

@@ -1,12 +1,13 @@
-"""What may race: every model that is known, in three sizes, with random weights or those of a folder, and one
-call of each."""
+"""The models that race: every known one in three sizes, with random weights or a folder's, and its call."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ VOCABULARY = 1024  # of every state-space model: its head is one plain product, 
 
 
 class Settings(NamedTuple):
-    """One race: the numbers of its size, dtype, device, and a folder of weights (None: random ones)."""
+    """How a model is built: numbers of its size, dtype, device, and a folder of weights (None: random)."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
@@ -37,11 +38,10 @@ MakeCall = Callable[[Any, Settings], Call]
 
 @dataclass(frozen=True)
 class Racer:
-    """A model by name: its class, its sizes (the last one is the full one) and configurations, and the call
-    to make.
+    """A model that races: its class, its sizes and configurations, and the call to make.
 
-    `compiled` names the submodule that the call runs, and that torch.compile is therefore given: "decoder"
-    for a VAE's `decode`, "" for the model itself.
+    compiled: the submodule that the call runs, which torch.compile therefore compiles: "decoder" for a VAE's
+    `decode`, "" for the model itself.
     """
 
     title: str
@@ -50,29 +50,28 @@ class Racer:
     sizes: dict[str, tuple[int, ...]]
     configs: dict[str, configs.Config]  # by size
     call: MakeCall
-    axes: str = ""  # what the numbers of a size are
-    part: str = ""  # its folder in a pipeline's
+    axes: str = ""  # names of a size's numbers
+    part: str = ""  # the model's folder in that of a pipeline
     compiled: str = ""
-    pictures: bool = False  # whether the output is frames in [-1, 1], [B, 3, (T,) H, W]
-    dtypes: tuple[str, ...] = ("bfloat16",)  # that it is raced in; the first is the default
-    note: str = ""  # how the full size differs from what is published
+    pictures: bool = False  # whether the output is frames [B, 3, (T,) H, W] in [-1, 1]
+    dtypes: tuple[str, ...] = ("bfloat16",)  # of its races; the first is the default
+    note: str = ""  # how the full size differs from the published model
 
-    def describe(self, size: str, *, given: bool = False) -> str:
+    def describe(self, size: str, *, own_weights: bool = False) -> str:
         """The title, the size and its numbers: "Flux VAE decode, tiny: 32 x 32 (height x width)"."""
         shown = f"{self.title}, {size}: {' x '.join(map(str, self.sizes[size]))} {self.axes}".rstrip()
-        return f"{shown}, weights and layers of a folder" if given else shown
+        return f"{shown}, weights and layers of a folder" if own_weights else shown
 
     def default_dtype(self, device: torch.device) -> str:
-        """The first dtype of this race; on a CPU, where half-precision kernels are slow or missing,
-        bfloat16."""
+        """The first dtype; on a CPU bfloat16 in place of float16, whose kernels there are slow or missing."""
         return "bfloat16" if device.type == "cpu" and self.dtypes[0] == "float16" else self.dtypes[0]
 
     def load_class(self) -> Any:
-        """The model's class. Raises ValueError where its package is not there, or has no such class."""
+        """Import the model's class; raise ValueError if its package is missing or has no such class."""
         return getattr(_package(self.package, self.model), self.model)
 
     def build(self, size: str, settings: Settings) -> Any:
-        """The model in evaluation mode: from a folder, from its part of a pipeline's folder, or random."""
+        """Build the model in evaluation mode, with random weights or those of its or a pipeline's folder."""
         cls = self.load_class()
         if settings.weights is not None:
             model = _from_folder(cls, settings.weights, self.part, settings.dtype)
@@ -80,7 +79,7 @@ class Racer:
             torch.manual_seed(0)
             with torch.device(settings.device):
                 model = cls(**self._arguments(size))
-        # torch's own `to`: diffusers' tells us that its models know better which parts stay in float32
+        # torch's own `to`: that of diffusers warns that a model keeps some parts in float32.
         return torch.nn.Module.to(model, settings.device, settings.dtype).eval().requires_grad_(False)
 
     def make(
@@ -90,13 +89,13 @@ class Racer:
         device: torch.device,
         weights: Path | None = None,
     ) -> tuple[Any, Call]:
-        """The model of a size, and the call to make of it."""
+        """Build the model in one size, and return it with its call."""
         settings = Settings(self.sizes[size], dtype, device, weights)
         model = self.build(size, settings)
         return model, self.call(model, settings)
 
     def _arguments(self, size: str) -> dict[str, Any]:
-        """What the class is made with: the configuration, for transformers as an object of its own class."""
+        """The arguments of the model's class: its configuration, for transformers as an object."""
         config = self.configs[size]
         if self.package == "diffusers":
             return config
@@ -105,16 +104,14 @@ class Racer:
 
 
 def racer_named(name: str) -> Racer:
-    """The race of that name. Raises ValueError with the nearest name, and all of them, where there is
-    none."""
+    """Find the race of a model by name; the error for an unknown name lists the nearest one, and all."""
     if name in RACERS:
         return RACERS[name]
     raise not_known("model", name, [*RACERS, "all"])
 
 
 def size_named(name: str, size: str, device: torch.device) -> str:
-    """A size of a model; "" is the full one on a GPU, the small one on a CPU. Raises ValueError where it has
-    no such size."""
+    """Check a size of a model; "" is the full one on a GPU and the small one on a CPU."""
     sizes = racer_named(name).sizes
     size = size or ("full" if device.type == "cuda" else "small")
     if size not in sizes:
@@ -125,7 +122,7 @@ def size_named(name: str, size: str, device: torch.device) -> str:
 def prepare_accelerated(
     name: str, size: str, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """The call of a race's model after `accelerate`, without gradients: what `tune(during=...)` is given."""
+    """Build and accelerate a model, and return its call without gradients, for `tune(during=...)`."""
     racer, size = racer_named(name), size_named(name, size, device)
     with torch.no_grad():
         model, call = racer.make(size, dtype, device)
@@ -136,7 +133,7 @@ def prepare_accelerated(
 def check_weights(folder: Path, racer: Racer) -> None:
     """Raise ValueError if a folder cannot hold the weights of a model, before anything is built.
 
-    The folder is the model's own, with a config.json, or a pipeline's, with the model in its part of it.
+    The folder is the model's own, with a config.json, or a pipeline's, with the model in `racer.part`.
     """
     if not folder.is_dir():
         raise ValueError(f"--weights {folder}: there is no such folder; give a model's or a pipeline's")
@@ -156,14 +153,12 @@ def check_weights(folder: Path, racer: Racer) -> None:
         raise ValueError(f"--weights {folder}: it is a {names[0]}, this race needs a {racer.model}")
 
 
-def _package(name: str, wanted: str = "") -> Any:
-    """An imported package. Raises ValueError where it is missing or cannot be imported, or has no such
-    class."""
+def _package(name: str, class_name: str = "") -> Any:
+    """Import a package; raise ValueError if it is missing, cannot be imported, or has no such class."""
     try:
         package = importlib.import_module(name)
-        has_it = not wanted or hasattr(
-            package, wanted
-        )  # these packages import a class when it is first asked for
+        # These packages import a class when it is first looked up.
+        has_class = not class_name or hasattr(package, class_name)
     except (ImportError, RuntimeError) as failure:
         if isinstance(failure, ModuleNotFoundError) and failure.name == name:
             raise ValueError(
@@ -171,37 +166,54 @@ def _package(name: str, wanted: str = "") -> Any:
             ) from failure
         message = str(failure).split("\n")[0]
         raise ValueError(f"{name} is installed, but cannot be imported: {message}") from failure
-    if not has_it:
+    if not has_class:
         version = getattr(package, "__version__", "as installed")
-        raise ValueError(f"{name} {version} has no {wanted}; pip install --upgrade {name}")
+        raise ValueError(f"{name} {version} has no {class_name}; pip install --upgrade {name}")
     return package
 
 
 def _from_folder(cls: Any, folder: Path, part: str, dtype: torch.dtype) -> Any:
+    """Load a model from its folder, or from its part of a pipeline's."""
     inner = folder / part
     source = inner if (inner / "config.json").is_file() else folder
     try:
-        return cls.from_pretrained(source, torch_dtype=dtype)
+        with _without_logged_tracebacks(cls.__module__.split(".")[0]):
+            return cls.from_pretrained(source, torch_dtype=dtype)
     except (OSError, ValueError, KeyError, RuntimeError) as failure:
         message = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise ValueError(f"--weights {folder}: its {cls.__name__} cannot be loaded: {message}") from failure
 
 
+@contextlib.contextmanager
+def _without_logged_tracebacks(package: str) -> Iterator[None]:
+    """Inside this block a package logs no exceptions: diffusers logs those that it raises too."""
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not record.exc_info
+
+    handlers = list(logging.getLogger(package).handlers)
+    for handler in handlers:
+        handler.addFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(has_no_traceback)
+
+
 def _random(settings: Settings, *shape: int) -> Tensor:
-    generator = (
-        None if is_planning() else torch.Generator(settings.device).manual_seed(1)
-    )  # a device that is here
+    # While calls are only planned, the device need not be here.
+    generator = None if is_planning() else torch.Generator(settings.device).manual_seed(1)
     return torch.randn(shape, generator=generator, device=settings.device).to(settings.dtype)
 
 
-# ---- VAEs: what they are called with follows from their own configuration, so that any folder of weights may
-# race
+# ---- VAEs: their inputs follow from the model's own configuration, so that any folder of weights can race
 
 IMAGE, VIDEO, IMAGES = ("height", "width"), ("height", "width", "frames"), ("images", "height", "width")
 
 
 def _ratios(model: Any) -> tuple[int, int]:
-    """How many pixels a side, and how many frames, one latent stands for."""
+    """How many pixels on each side, and how many frames, one latent stands for."""
     config = model.config
     halved = 2 ** (len(config.get("block_out_channels") or config.get("dim_mult")) - 1)
 
@@ -216,19 +228,16 @@ def _ratios(model: Any) -> tuple[int, int]:
 
 
 def check_size(name: str, racer: Racer, model: Any, numbers: tuple[int, ...]) -> None:
-    """Raise ValueError where a VAE has no latents for a picture of this size."""
+    """Raise ValueError if a VAE has no latents for a picture of this size."""
     if racer.part != "vae":
         return
-    space, _ = _ratios(model)
-    odd = [
-        n
-        for axis, n in zip(racer.axes.strip("()").split(" x "), numbers, strict=True)
-        if axis in IMAGE and n % space
-    ]
-    if odd:
+    pixels, _ = _ratios(model)
+    sides = zip(racer.axes.strip("()").split(" x "), numbers, strict=True)
+    unfit = [n for axis, n in sides if axis in IMAGE and n % pixels]
+    if unfit:
         shown = " x ".join(map(str, numbers))
         raise ValueError(
-            f"{name} of {shown} {racer.axes}: {odd[0]} is no multiple of {space}, "
+            f"{name} of {shown} {racer.axes}: {unfit[0]} is no multiple of {pixels}, "
             "the pixels a side of one latent"
         )
 
@@ -238,15 +247,13 @@ def _decode(axes: Sequence[str], video: bool) -> MakeCall:
 
     def make(model: Any, settings: Settings) -> Call:
         size = dict(zip(axes, settings.size, strict=True))
-        space, time = _ratios(model)
-        batch, channels = (
-            size.get("images", 1),
-            model.config.get("latent_channels") or model.config.get("z_dim"),
-        )
-        between = (1 + (size.get("frames", 1) - 1) // time,) if video else ()
-        plane = (size["height"] // space, size["width"] // space)
-        latents = _random(settings, batch, channels, *between, *plane)
-        # LTX 0.9.1 and later is told how much noise is left
+        pixels, frames = _ratios(model)
+        batch = size.get("images", 1)
+        channels = model.config.get("latent_channels") or model.config.get("z_dim")
+        time = (1 + (size.get("frames", 1) - 1) // frames,) if video else ()
+        plane = (size["height"] // pixels, size["width"] // pixels)
+        latents = _random(settings, batch, channels, *time, *plane)
+        # LTX 0.9.1 and later takes the share of noise that is left.
         noise = [torch.full((batch,), 0.05)] if model.config.get("timestep_conditioning") else []
 
         def call(model: Any) -> Tensor:
@@ -264,8 +271,8 @@ def _encode(axes: Sequence[str], video: bool) -> MakeCall:
 
     def make(model: Any, settings: Settings) -> Call:
         size = dict(zip(axes, settings.size, strict=True))
-        between = (size.get("frames", 1),) if video else ()
-        shape = (size.get("images", 1), 3, *between, size["height"], size["width"])
+        time = (size.get("frames", 1),) if video else ()
+        shape = (size.get("images", 1), 3, *time, size["height"], size["width"])
         pixels = _random(settings, *shape).clamp(-1, 1)
         return lambda model: model.encode(pixels.to(model.dtype), return_dict=False)[0].mode()
 
@@ -293,9 +300,9 @@ def _vae(
     }
     shown = f"({' x '.join(axes)})"
 
-    def racer(what: str, part: str, largest: tuple[int, ...], call: MakeCall, pictures: bool) -> Racer:
+    def racer(verb: str, part: str, largest: tuple[int, ...], call: MakeCall, pictures: bool) -> Racer:
         return Racer(
-            f"{title} {what}",
+            f"{title} {verb}",
             "diffusers",
             model,
             {"tiny": tiny, "small": small, "full": largest},
@@ -411,8 +418,10 @@ def _prefill(model: Any, settings: Settings) -> Call:
 
 
 def _generate(model: Any, settings: Settings) -> Call:
-    """The logits of every step after a short prompt. The tokens are the prompt's own, so that a tie decides
-    nothing."""
+    """Generate after a short prompt, and return the logits of every step.
+
+    Each step takes a token of the prompt, not the likeliest one, so that no tie can change the sequence.
+    """
     *_, batch, steps = settings.size
     prompt = _tokens(settings, batch, 8)
     rules = {
@@ -435,10 +444,12 @@ def _generate(model: Any, settings: Settings) -> Call:
 
 
 def _mamba(name: str, title: str, model: str, layers: str, *, prefill: tuple[int, int]) -> dict[str, Racer]:
-    """A state-space family's two races, `NAME` (prefill) and `NAME-decode`. `prefill` is its full batch and
-    length."""
+    """A state-space family's two races, `NAME` (prefill) and `NAME-decode`.
 
-    def racer(key: str, what: str, call: MakeCall, runs: dict[str, tuple[int, int]]) -> Racer:
+    prefill: batch and length of the full size. layers: how many the published model has, in words.
+    """
+
+    def racer(key: str, kind: str, call: MakeCall, runs: dict[str, tuple[int, int]]) -> Racer:
         by_size = _by_size(key)
         sizes = {}
         for size, run in runs.items():
@@ -446,7 +457,7 @@ def _mamba(name: str, title: str, model: str, layers: str, *, prefill: tuple[int
             sizes[size] = (config["num_hidden_layers"], _width(key, config), *run)
         note = f"{by_size['full']['num_hidden_layers']} layers of {layers}, a vocabulary of {VOCABULARY}"
         cls = f"{model}ForCausalLM"
-        return Racer(f"{title} {what}", "transformers", cls, sizes, by_size, call, note=note)
+        return Racer(f"{title} {kind}", "transformers", cls, sizes, by_size, call, note=note)
 
     prompts = {"tiny": (1, 16), "small": (2, 128), "full": prefill}
     steps = {"tiny": (2, 4), "small": (2, 16), "full": (8, 32)}
@@ -457,13 +468,13 @@ def _mamba(name: str, title: str, model: str, layers: str, *, prefill: tuple[int
 
 
 def _width(name: str, config: configs.Config) -> int:
-    """The hidden size of a state-space model; where the configuration leaves it to the class, its default."""
+    """The hidden size of a state-space model: its configuration's, or the default of its class."""
     defaults = {"mamba2": 4096, "jamba": 4096, "bamba": 4096, "zamba2": 2560}
     return config.get("hidden_size") or defaults[name.removesuffix("-decode")]
 
 
 _HALF = ("float16",)
-_FOUND: dict[str, Racer] = {
+_ALL: dict[str, Racer] = {
     **_vae(
         "wan-vae", "Wan 2.1 VAE", "AutoencoderKLWan", VIDEO,
         tiny=(16, 24, 5), small=(32, 48, 5), full=(480, 832, 81), full_encode=(480, 832, 33),
@@ -579,4 +590,4 @@ _FIRST = (
     "zamba2",
     "zamba2-decode",
 )
-RACERS: dict[str, Racer] = {name: _FOUND[name] for name in (*_FIRST, *_FOUND)}
+RACERS: dict[str, Racer] = {name: _ALL[name] for name in (*_FIRST, *_ALL)}

@@ -1,8 +1,7 @@
-"""The race as one HTML file with nothing outside it: who won and how surely, where the time went, what came
-out.
+"""Write a race as one HTML file that loads nothing else: the result and how sure it is, times, pictures.
 
-The page is `templates/report.html`; here are the values that it shows. Jinja2 and Pillow are imported when a
-page is made, so that a race without one needs neither.
+The template is `templates/report.html`; this module computes the values in it. Jinja2 and Pillow are imported
+when a page is made, so that a race without one needs neither.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from turnout.race.looks import LOOKS
 from turnout.race.pictures import frame, load_pillow, png, side_by_side
 from turnout.race.run import ACCELERATED, COMPILED, STOCK, Lane, Race, in_ms
 
-FEW_PIXELS = 240  # across: a picture with fewer is enlarged
-SAME = 0.03  # of a figure: less is not worth a colour
+FEW_PIXELS = 240  # a picture of a smaller width is enlarged
+SAME = 0.03  # a smaller relative difference gets no colour
 TIMES, ARROW, PLUS_MINUS = "\N{MULTIPLICATION SIGN}", "\N{RIGHTWARDS ARROW}", "\N{PLUS-MINUS SIGN}"
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
-WAITING = "waiting"  # the part of a card's time in which no kernel ran
+WAITING = "waiting"  # the share of a card's time in which no kernel ran
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def load() -> Any:
-    """The template. Raises ValueError where Jinja2 or Pillow is not installed."""
+    """Load the template; raise ValueError if Jinja2 or Pillow is not installed."""
     try:
         import jinja2
     except ImportError as missing:
@@ -46,7 +45,7 @@ def load() -> Any:
 
 
 def page(race: Race) -> str:
-    """The whole file."""
+    """The text of the HTML file."""
     template = load()
     bars = _bars(race)
     shown = {part["kind"] for bar in bars for part in bar["parts"]}
@@ -68,7 +67,7 @@ def page(race: Race) -> str:
 
 
 def write(race: Race, path: Path) -> None:
-    """The page, and the first frames beside it as a picture."""
+    """Write the page, and the first frames beside it as a PNG."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(race), encoding="utf-8")
     frames = _first_frames(race)
@@ -77,7 +76,7 @@ def write(race: Race, path: Path) -> None:
 
 
 def show(race: Race, console: Console) -> None:
-    """The figures and the routes, for a terminal."""
+    """Print the figures and the routes on a terminal."""
     columns = (
         "",
         "ms",
@@ -99,9 +98,7 @@ def show(race: Race, console: Console) -> None:
             _mib(lane),
             *_likeness(lane),
         ]
-        table.add_row(_lane_name(race, name), *cells) if lane.failed is None else table.add_row(
-            name, "failed"
-        )
+        table.add_row(*([_lane_name(race, name), *cells] if lane.failed is None else [name, "failed"]))
     console.print(table)
     for name, lane in race.lanes.items():
         if lane.failed is not None:
@@ -151,7 +148,7 @@ def _tile(name: str, value: str, note: str, mood: str = "") -> dict[str, str]:
 
 
 def _tiles(race: Race) -> list[dict[str, str]]:
-    """What a reader wants to know first: speed and how sure it is, memory, likeness."""
+    """The results at the top of the page: speed and how sure it is, memory, likeness."""
     stock, fast = race.lanes[STOCK], race.lanes[ACCELERATED]
     if fast.failed is not None:
         return [_tile("Speed", "none", fast.failed, "bad")]
@@ -186,9 +183,7 @@ def _likeness_tile(name: str, race: Race, stock: Lane, fast: Lane) -> dict[str, 
 
 
 def shares(race: Race, lane: str) -> dict[str, float]:
-    """The shares of a lane's median call by kind of kernel, and on a card the share in which it waited; 1 in
-    all.
-    """
+    """The shares of a lane's median call by kind of kernel, on a card also of waiting; their sum is 1."""
     times, whole = race.kinds_ms(lane), race.lanes[lane].ms
     waited = max(0.0, whole - sum(times.values())) if race.machine["card"] is not None else 0.0
     total = sum(times.values()) + waited
@@ -232,17 +227,17 @@ def _times(race: Race) -> dict[str, Any] | None:
 
 
 def _figures(race: Race) -> dict[str, Any]:
-    """Every figure of every lane, with what it means; rows in which no lane has one are left out."""
+    """Every figure of every lane, with its meaning; figures that no lane has are left out."""
     lanes = {name: lane for name, lane in race.lanes.items() if lane.failed is None}
     every = lanes.values()
     unit = "op" if race.machine["card"] is None else "kernel"
     spread = "interquartile range of the calls; of fewer than four, slowest less fastest"
-    host = "until all was asked for; as long as the time itself where the card waits for its host"
+    host = "until everything was launched; close to the time above if the card waits for its host"
     rows = [
         ("time, ms", "median of calls that took turns", [f"{lane.ms:,.2f}" for lane in every]),
         ("spread, ms", spread, [f"{lane.spread:,.2f}" for lane in every]),
-        ("rounds", "in each of which every lane ran", [str(len(lane.samples)) for lane in every]),
-        ("first call", "with all that is compiled or loaded for it", [_first(lane) for lane in every]),
+        ("rounds", "every lane ran in each", [str(len(lane.samples)) for lane in every]),
+        ("first call", "with everything that is compiled or loaded", [_first(lane) for lane in every]),
         ("host, ms", host, [_host(lane) for lane in every]),
         ("memory, MiB", "beside the weights, at the peak", [_mib(lane) for lane in every]),
         ("PSNR, dB", "against the stock model in float32", [_likeness(lane)[0] for lane in every]),
@@ -261,21 +256,22 @@ def _figures(race: Race) -> dict[str, Any]:
 
 
 def _first_frames(race: Race) -> dict[str, Tensor]:
-    """Of stock and accelerated, where the model makes pictures."""
+    """The first frames of stock and accelerated, if the model makes pictures."""
     outputs = {name: race.lanes[name].output for name in (STOCK, ACCELERATED)}
     return {name: frame(output) for name, output in outputs.items() if output is not None}
 
 
 def _frames(race: Race) -> dict[str, Any]:
-    """The first frames as the template takes them, and how far they are apart."""
+    """The first frames for the template, and how far they differ."""
     frames = _first_frames(race)
     if len(frames) < 2:
         return {"frames": []}
     stock, fast = frames.values()
-    apart = (stock.int() - fast.int()).abs().float()
+    difference = (stock.int() - fast.int()).abs().float()
     shown = []
     for name, picture in frames.items():
         height, width, _ = picture.shape
         data = base64.b64encode(png(picture)).decode()
         shown.append({"lane": name, "width": width, "height": height, "png": data})
-    return {"frames": shown, "apart_mean": f"{apart.mean():.2f}", "apart_most": f"{apart.max():.0f}"}
+    apart = {"apart_mean": f"{difference.mean():.2f}", "apart_most": f"{difference.max():.0f}"}
+    return {"frames": shown, **apart}

@@ -1,4 +1,4 @@
-"""The profiled calls of a race as a file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
+"""Write the profiled calls of a race as a file for Perfetto (ui.perfetto.dev) or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from turnout.race.run import Race
 
 
 def events(race: Race) -> list[dict[str, Any]]:
-    """The kernels of every lane that was profiled, in the Trace Event Format: a process for each lane, times
-    in microseconds from its first kernel. They are as the profiler saw them, which makes a call longer."""
+    """The kernels of every profiled lane, in the Trace Event Format.
+
+    Each lane is a process, with times in microseconds from its first kernel. The times are the profiler's
+    own, which slows a call down.
+    """
     rows: list[dict[str, Any]] = []
     for process, (name, lane) in enumerate(race.lanes.items()):
         if lane.trace is None or not lane.trace.kernels:
@@ -39,6 +42,6 @@ def events(race: Race) -> list[dict[str, Any]]:
 
 
 def write(race: Race, path: Path) -> None:
-    """Write the file."""
+    """Write the trace of a race into a file."""
     content = {"traceEvents": events(race), "displayTimeUnit": "ms", "otherData": {"race": race.headline()}}
     path.write_text(json.dumps(content), encoding="utf-8")

@@ -1,10 +1,9 @@
-"""Stock and accelerated in turns in one run: time, first call, peak memory, and how far the outputs are
-apart.
+"""Race one model, stock and accelerated in turns: time, first call, peak memory, difference of the outputs.
 
-Lanes of one model: as it is (stock), after `turnout.accelerate`, and, where asked for, after
+The lanes are the stock model, the model after `turnout.accelerate`, and, if asked for, after
 `accelerate(graph=True)` and with torch.compile of the module that the call runs. A VAE's `decode` runs its
-decoder and never the VAE's `forward`; `generate` runs the model's `forward` through the model itself. So the
-lane replaces that module's `forward` by the compiled one.
+decoder, never the VAE's `forward`, and `generate` runs the `forward` of the model itself. So the lane of
+torch.compile replaces the `forward` of that module with a compiled one.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from turnout.race.kernels import Share, Trace, traced
 from turnout.race.models import RACERS, Racer
 from turnout.routing import versions
 
-BRIEF = 200.0  # milliseconds: a briefer call notices that the model has just changed, so one goes before it
-FEW = 4  # rounds: with fewer there are no quartiles, and the spread is from the fastest to the slowest
+SHORT_MS = 200.0  # a shorter call is slowed down by the lane's change, so another call is made before it
+FEWEST_FOR_QUARTILES = 4  # rounds; with fewer, the spread is from the fastest to the slowest
 CHUNK = 2**24  # elements that are compared at once
 STOCK, ACCELERATED, GRAPH, COMPILED = "stock", "accelerated", "graph", "torch.compile"
 UNTIL_REPLAYED = 2  # calls of a model with graph=True before the first that is replayed
@@ -40,10 +39,13 @@ UNTIL_REPLAYED = 2  # calls of a model with graph=True before the first that is 
 
 @dataclass
 class Lane:
-    """One contestant: milliseconds of a call (median and spread), of the first call, and of the host until
-    all was asked for (a card that has nothing left to do by then waits for its host); extra memory in MiB at
-    the peak; decibels against the stock model in float32, and against the stock lane, with the largest
-    difference from it."""
+    """The figures of one contestant.
+
+    ms, spread: milliseconds of a call. first_ms: of the first call, which compiles. host_ms: until the host
+    has launched everything; a card that has finished by then waits for its host. peak_mib: memory beside the
+    weights. psnr: decibels against the stock model in float32. psnr_stock, max_error: decibels and largest
+    difference against the stock lane.
+    """
 
     ms: float = math.nan
     spread: float = math.nan
@@ -60,7 +62,7 @@ class Lane:
     failed: str | None = None  # why there are no figures
 
     def figures(self) -> dict[str, Any]:
-        """The figures as JSON has them: rounded, None where there is none. An exact match has no decibels."""
+        """The figures for JSON: rounded, None where there is none. An exact match has no decibels."""
         if self.failed is not None:
             return {"failed": self.failed}
         names = ("ms", "spread", "first_ms", "host_ms", "peak_mib", "psnr", "psnr_stock")
@@ -68,8 +70,8 @@ class Lane:
         error = None if math.isnan(self.max_error) else float(f"{self.max_error:.3g}")
         return {**numbers, "max_error": error, "samples": [round(sample, 3) for sample in self.samples]}
 
-    def settle(self, on_gpu: bool) -> None:
-        """Work the figures out of the samples."""
+    def summarize(self, on_gpu: bool) -> None:
+        """Compute the figures from the samples."""
         self.ms, self.spread = statistics.median(self.samples), spread(self.samples)
         self.host_ms = statistics.median(self.host_samples) if on_gpu else None
 
@@ -79,7 +81,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def in_ms(value: float) -> str:
-    """Milliseconds with three digits at least.
+    """Write milliseconds with at least three digits.
 
     >>> in_ms(1836.2), in_ms(582.44), in_ms(18.123)
     ('1,836', '582.4', '18.12')
@@ -88,13 +90,12 @@ def in_ms(value: float) -> str:
 
 
 def spread(samples: list[float]) -> float:
-    """How far apart samples lie: the interquartile range of four or more, else from the least to the
-    greatest.
+    """How far apart samples lie: the interquartile range; of fewer than four, from smallest to largest.
 
     >>> spread([10.0, 12.0, 11.0]), spread([1.0, 2.0, 3.0, 4.0, 100.0])
     (2.0, 2.0)
     """
-    if len(samples) < FEW:
+    if len(samples) < FEWEST_FOR_QUARTILES:
         return max(samples) - min(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high - low
@@ -102,7 +103,7 @@ def spread(samples: list[float]) -> float:
 
 @dataclass
 class Race:
-    """All that was seen of one race."""
+    """The results of one race."""
 
     model: str
     size: str
@@ -115,9 +116,9 @@ class Race:
     machine: dict[str, Any]
     date: str
     commit: str | None
-    compiled: str = ""  # the part that torch.compile was given; "" is the model itself
+    compiled: str = ""  # the submodule that torch.compile compiled; "" is the model itself
     weights: str = "random"
-    no_truth: str = ""  # why nothing was compared with float32
+    no_truth: str = ""  # why the outputs were not compared with float32
 
     @property
     def speedup(self) -> float:
@@ -125,8 +126,7 @@ class Race:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The least and the greatest speed-up of a round, in each of which stock and accelerated ran one
-        after the other."""
+        """The smallest and the largest speed-up of a round, in which stock and accelerated ran in a row."""
         pairs = zip(self.lanes[STOCK].samples, self.lanes[ACCELERATED].samples, strict=False)
         ratios = [stock / fast for stock, fast in pairs]
         return min(ratios), max(ratios)
@@ -135,7 +135,7 @@ class Race:
     def verdict(self) -> str:
         """`faster`, `slower`, `within noise`, or `wrong`, which has no speed.
 
-        Within noise: the medians are apart by no more than the rounds of one of the two are.
+        Within noise means that the medians differ by no more than the spread of one of the two.
         """
         stock, fast = self.lanes[STOCK], self.lanes[ACCELERATED]
         if fast.failed is not None:
@@ -152,14 +152,15 @@ class Race:
         low, high = self.bounds
         rounds = f"{len(fast.samples)} rounds of {low:.2f}x to {high:.2f}x"
         times = f"{in_ms(stock.ms)} -> {in_ms(fast.ms)} ms, {rounds}"
-        within = self.verdict == "within noise"
-        own = f"; stock's own rounds are {in_ms(stock.spread)} ms apart, accelerated's {in_ms(fast.spread)}"
-        noise = own if within else ""
+        spreads = (
+            f"; stock's rounds differ by {in_ms(stock.spread)} ms, accelerated's by {in_ms(fast.spread)}"
+        )
+        noise = spreads if self.verdict == "within noise" else ""
         return f"{self.speedup:.2f}x stock, {self.verdict} ({times}{noise})"
 
     def row(self) -> dict[str, Any]:
-        """One line of JSON: figures only."""
-        right = self.lanes[ACCELERATED].failed is None
+        """The race as a JSON object: figures only."""
+        is_right = self.lanes[ACCELERATED].failed is None
         kinds = {name: self.kinds_ms(name) for name, lane in self.lanes.items() if lane.trace is not None}
         return {
             "model": self.model,
@@ -167,8 +168,8 @@ class Race:
             "what": self.what,
             "dtype": self.dtype,
             "device": self.device,
-            "speedup": round(self.speedup, 3) if right else None,
-            "speedup_range": [round(bound, 3) for bound in self.bounds] if right else None,
+            "speedup": round(self.speedup, 3) if is_right else None,
+            "speedup_range": [round(bound, 3) for bound in self.bounds] if is_right else None,
             "verdict": self.verdict,
             "lanes": {name: lane.figures() for name, lane in self.lanes.items()},
             "compiled": (self.compiled or "model") if COMPILED in self.lanes else None,
@@ -189,23 +190,24 @@ class Race:
         return {kind: round(self._scale(lane) * ms, 3) for kind, ms in times.items()}
 
     def routes(self) -> list[Share]:
-        """The routes of the accelerated model, with milliseconds of its median call."""
+        """The routes of the accelerated model, with their milliseconds in its median call."""
         trace = self.lanes[ACCELERATED].trace
         shares = [] if trace is None else trace.routes
         return [replace(share, ms=round(self._scale(ACCELERATED) * share.ms, 3)) for share in shares]
 
     def _scale(self, lane: str) -> float:
-        """The profiler slows a host down, so that its times are not those of the race. On a CPU they are
-        scaled to the median; a card's kernels keep their own times, and what is missing to the median is time
-        it waited."""
+        """What the profiler's times of a lane are multiplied with: see `profile_scale`."""
         trace = self.lanes[lane].trace
         on_gpu = self.machine["card"] is not None
         return 1.0 if trace is None else profile_scale(trace.busy, self.lanes[lane].ms, on_gpu=on_gpu)
 
 
 def profile_scale(busy_ms: float, median_ms: float, *, on_gpu: bool) -> float:
-    """What times under the profiler are to be multiplied with, so that they fit into the median of
-    undisturbed calls."""
+    """What times under the profiler must be multiplied with to fit into the median of undisturbed calls.
+
+    The profiler slows the host down. On a CPU its times are scaled to the median. A card's kernels keep
+    theirs, unless they exceed the median: the rest of the median is time in which the card waited.
+    """
     if busy_ms <= 0:
         return 1.0
     return min(1.0, median_ms / busy_ms) if on_gpu else median_ms / busy_ms
@@ -227,20 +229,21 @@ def race(
     backend: str | Callable[..., Any] = "inductor",
     on_progress: Callable[[str], object] = lambda step: None,
 ) -> Race:
-    """Run one model in turns: the first call of each lane, then two rounds at least, at most `rounds`, or
-    until `seconds` have passed. Every other round runs the lanes in the opposite order, so that none always
-    comes last.
+    """Run the lanes of one model in turns.
 
-    `graph` adds the accelerated model with its CUDA graphs, whose samples are replays; where none is
-    replayed, its lane says why. `compiled` adds torch.compile with that `backend`; where it cannot compile
-    the model, its lane says why. `profiled` names the lanes of which one more call runs under the profiler.
+    After the first call of each lane there are at least two rounds, and at most `rounds` or as many as begin
+    within `seconds`. Every other round runs the lanes in the opposite order, so that none always comes last.
+
+    graph: adds the accelerated model with CUDA graphs; its samples are replays, and where nothing is
+    replayed, its lane says why. compiled: adds torch.compile with `backend`; where that cannot compile the
+    model, its lane says why. profiled: the lanes of which one more call runs under the profiler.
     """
     if rounds < 2:
-        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing of its spread")
+        raise ValueError(f"{rounds} rounds, a race needs 2 at least: one time says nothing about its spread")
     racer = RACERS[name]
     on_progress("building")
-    wanted = {STOCK: True, ACCELERATED: True, GRAPH: graph, COMPILED: compiled}
-    lanes = {name: Lane() for name, is_wanted in wanted.items() if is_wanted}
+    names = [STOCK, ACCELERATED] + [GRAPH] * graph + [COMPILED] * compiled
+    lanes = {lane: Lane() for lane in names}
     with torch.no_grad():
         model, call = racer.make(size, dtype, device, weights)
         on_progress("float32")
@@ -259,7 +262,8 @@ def race(
             for lane in running if i % 2 == 0 else reversed(running):
                 on_progress(f"round {i + 1} of at most {rounds}, {lane}")
                 with contestant.prepared(lane) as run:
-                    for _ in range(UNTIL_REPLAYED if lane == GRAPH else lanes[lane].samples[0] < BRIEF):
+                    is_short = lanes[lane].samples[0] < SHORT_MS
+                    for _ in range(UNTIL_REPLAYED if lane == GRAPH else int(is_short)):
                         run()
                     _timed(run, lanes[lane], device)
             if time.perf_counter() > end:
@@ -270,14 +274,13 @@ def race(
                 lanes[lane].trace = traced(run, device, routes=lane == ACCELERATED)
         restore(model)
     for lane in running:
-        lanes[lane].settle(device.type == "cuda")
+        lanes[lane].summarize(device.type == "cuda")
         lanes[lane].output = lanes[lane].output if racer.pictures else None
     host = machine(device)
-    what = racer.describe(size, given=weights is not None)
     return Race(
         name,
         size,
-        what,
+        racer.describe(size, own_weights=weights is not None),
         str(dtype).removeprefix("torch."),
         host["card"] or "cpu",
         lanes,
@@ -293,7 +296,7 @@ def race(
 
 
 class _Contestant:
-    """One model that takes the shape of each lane in turn: its weights are in memory once."""
+    """The model, changed into each lane in turn, so that its weights are in memory only once."""
 
     report: Report  # of the last lane that was accelerated
 
@@ -314,7 +317,7 @@ class _Contestant:
 
     @contextlib.contextmanager
     def prepared(self, lane: str) -> Iterator[Callable[[], Tensor]]:
-        """The call, with the model in the shape of a lane."""
+        """Change the model into a lane, and yield the function that calls it."""
         if lane in (ACCELERATED, GRAPH):
             self.report = accelerate(self.model, numerics=self.numerics, graph=lane == GRAPH)
         else:
@@ -336,26 +339,26 @@ def _first_calls(
     device: torch.device,
     span: float | None,
 ) -> None:
-    """The first call of a lane, which compiles, and the second, which is its first sample; compare what comes
-    out."""
+    """Make the first call of a lane, which compiles, and the second, its first sample; compare the output."""
     results = lanes[lane]
     with contestant.prepared(lane) as run:
         try:
             results.first_ms = time_call(run, device).ms
-            held = _reset_peak(device)
+            bytes_before = _reset_peak(device)
             if lane == GRAPH:
-                run()  # it is captured
+                run()  # this call is captured
             output = _timed(run, results, device)
-        except Exception as failure:  # of many kinds; the other lanes have figures all the same
+        except Exception as failure:  # of any kind: the other lanes go on
             if lane != COMPILED:
                 raise
-            words = " ".join(str(failure).split())
-            results.failed = f"{type(failure).__name__}: {words}"[:300]
+            message = " ".join(str(failure).split())
+            results.failed = f"{type(failure).__name__}: {message}"[:300]
             return
         if lane == GRAPH and not any(replays.replayed for replays in contestant.report.graphs.values()):
             results.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
             return
-        results.peak_mib = None if held is None else (torch.cuda.max_memory_allocated(device) - held) / 2**20
+        if bytes_before is not None:
+            results.peak_mib = (torch.cuda.max_memory_allocated(device) - bytes_before) / 2**20
     if truth is not None:
         results.psnr, _ = compare(output, truth, span)
     if lane != STOCK:
@@ -374,35 +377,37 @@ def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> tuple[Tensor | Non
     """
     try:
         return call(copy.deepcopy(model).float()).float().cpu(), ""
-    except RuntimeError as failure:  # a kernel that takes half precision only, or no memory for it
+    except RuntimeError as failure:  # a kernel for half precision only, or not enough memory
         lines = str(failure).strip().splitlines()
         message = lines[0] if lines else type(failure).__name__
         return None, f"the stock model does not run in float32 here ({message})"
 
 
 def compare(output: Tensor, other: Tensor, span: float | None = None) -> tuple[float, float]:
-    """Decibels of the values' span (default: that of `other`) over the error, and the largest difference; NaN
-    for both where one of them is not finite.
+    """The PSNR of an output against another in decibels, and the largest difference.
+
+    span: the range of the values, by default that of `other`. Both results are NaN if an element of either is
+    not finite.
 
     >>> compare(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.9]), 1.0)  # doctest: +ELLIPSIS
     (23.01..., 0.1...)
     """
     if output.shape != other.shape:
         shapes = f"{list(output.shape)} and {list(other.shape)}"
-        raise ValueError(f"outputs of {shapes} cannot be compared: one call, two shapes")
+        raise ValueError(f"outputs of shapes {shapes} cannot be compared; the lanes must return equal shapes")
     span = span if span is not None else float(other.max().double() - other.min().double())
     total, largest = 0.0, 0.0
     for one, two in zip(output.flatten().split(CHUNK), other.flatten().split(CHUNK), strict=True):
-        apart = one.double() - two.to(one.device).double()
-        total += float(apart.square().sum())
-        largest = max(largest, float(apart.abs().max()))
+        difference = one.double() - two.to(one.device).double()
+        total += float(difference.square().sum())
+        largest = max(largest, float(difference.abs().max()))
     if not math.isfinite(total):
         return math.nan, math.nan
     return (10 * math.log10(span**2 / (total / output.numel())) if total and span else math.inf), largest
 
 
 def _reset_peak(device: torch.device) -> int | None:
-    """Bytes in use now, from where the peak is counted; None on a CPU, where nobody counts."""
+    """Begin to count peak memory, and return the bytes in use now; None on a CPU, which does not count."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -412,7 +417,7 @@ def _reset_peak(device: torch.device) -> int | None:
 
 
 def _timed(run: Callable[[], Tensor], lane: Lane, device: torch.device) -> Tensor:
-    """One more sample of a lane."""
+    """Run a lane once, and add the time to its samples."""
     timing = time_call(run, device)
     lane.host_samples.append(timing.host_ms)
     lane.samples.append(timing.ms)

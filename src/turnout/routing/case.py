@@ -1,4 +1,4 @@
-"""Cases: real calls, each with where it comes from. Tuning, benchmarks and GPU tests walk them."""
+"""Cases: real calls of ops, each with the model it comes from, for tuning, benchmarks and GPU tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `make(device, seed)` builds its public arguments on a device, random, of one distribution."""
+    """One real call of an op.
+
+    source: the model it comes from. make: `make(device, seed)` builds its public arguments, of random values.
+    """
 
     name: str
     source: str
@@ -42,15 +45,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases:
-    """An op's real calls, and what benchmarks and tests need to know of the op besides.
+    """An op's real calls, and what benchmarks and tests need to know about the op.
 
-    calls: real ones, each with where it comes from. random_call: public arguments of any valid call, small.
-    peers, bounds: what the op is timed against, by name, with the reference's arguments; bounds do less than
-    the op, such as a plain copy of the same size. exact: sums of small integers come out exact, so routes are
-    compared bit for bit. ordinary: arguments that tests leave finite, as torch's own kernels are of two minds
-    about others.
-    of_torch: routes that launch kernels of torch only, copies aside. not_interpreted: routes whose kernels
-    Triton's interpreter cannot run.
+    calls: real calls, small ones first. random_call: draws the public arguments of a small valid call.
+    peers, bounds: functions the op is timed against, by name; they take the reference's arguments. A bound
+    does less than the op, such as a plain copy of the same size. exact: sums of small integers come out
+    exact, so tests compare routes bit for bit. ordinary: arguments that get no NaN or infinity in tests,
+    because torch's own kernels disagree about those. of_torch: routes that launch no kernels but torch's,
+    copies aside. not_interpreted: routes whose kernels Triton's interpreter cannot run.
     """
 
     calls: Sequence[Case]
@@ -71,16 +73,13 @@ class Outline(NamedTuple):
 
 
 def outline(op: Op, case: Case) -> Outline:
-    """What a case asks for, without computing or allocating it where that can be avoided."""
+    """The problem and the arguments of a case, without allocating its tensors where that can be avoided."""
     try:
         with FakeTensorMode():
             args = op.arguments(*case.make(torch.device("cpu"), 0))
             problem = op.problem(*args)
-    except (
-        RuntimeError,
-        TypeError,
-        NotImplementedError,
-    ):  # what it asks for depends on values, such as a mask's
+    except (RuntimeError, TypeError, NotImplementedError):
+        # The problem depends on values, such as a mask's: fake tensors have none.
         args = op.arguments(*case.make(torch.device("cpu"), 0))
         problem = op.problem(*args)
     return Outline(problem, tuple(_on_meta(x) if isinstance(x, torch.Tensor) else x for x in args))
@@ -93,7 +92,7 @@ def _on_meta(x: torch.Tensor) -> torch.Tensor:
 def normal(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Standard normal values; integers come as small ones, so that their sums are exact."""
+    """A tensor of standard normal values; of an integer dtype, of small integers, whose sums are exact."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
     return torch.randint(
@@ -102,11 +101,12 @@ def normal(
 
 
 def seeded(device: torch.device, seed: int) -> torch.Generator:
+    """A generator of random numbers on a device, with its seed set."""
     return torch.Generator(device).manual_seed(seed)
 
 
 def copies(args: tuple[Any, ...], count: int) -> list[tuple]:
-    """That many sets of the same arguments in memory of their own, strides kept."""
+    """`count` sets of the same arguments, strides kept: the given ones, and copies in other memory."""
     return [
         args,
         *(tuple(copy(x) if isinstance(x, torch.Tensor) else x for x in args) for _ in range(count - 1)),
@@ -114,16 +114,16 @@ def copies(args: tuple[Any, ...], count: int) -> list[tuple]:
 
 
 def copy(x: torch.Tensor) -> torch.Tensor:
-    """The same values in other memory, strides kept unless elements share a place."""
+    """Copy a tensor into other memory, with the same strides unless its elements share memory."""
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         return x.clone()
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def laid_like(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values of x's shape in memory of their own, with x's strides.
+    """Copy values of x's shape into new memory with x's strides.
 
-    Where x repeats an element, so is the first value.
+    Along an axis where x is expanded, the first value is repeated.
     """
     for axis, stride in enumerate(x.stride()):
         if stride == 0 and x.shape[axis] > 1:

@@ -34,7 +34,12 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was chosen, by which authority, what each route would cost, why the others were refused."""
+    """The answer of `explain`: the chosen route, who decided, what each would cost, why some cannot run.
+
+    chosen: the route's name. authority: who decided, such as "pin" or "model". why: the reason in words.
+    microseconds: of each route; None where there is no estimate. measured: the routes whose time was measured
+    and not estimated. refused: the reasons of each route that cannot take the call.
+    """
 
     op: str
     problem: Any
@@ -45,22 +50,36 @@ class Verdict:
     config: Mapping[str, Any] = field(default_factory=dict)
     microseconds: Mapping[str, float | None] = field(default_factory=dict)
     refused: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    measured: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        fields = ", ".join(f"{k}={plain(v)}" for k, v in self.problem._asdict().items())
+        fields = [f"{name}={plain(value)}" for name, value in self.problem._asdict().items()]
         lines = [
-            f"{self.op}({fields})",
-            f"  on      {self.device.name}",
-            f"  chosen  {self.chosen}, by {self.authority}: {self.why}",
+            _wrapped(f"{self.op}(", fields, ")"),
+            f"  device  {self.device.name}",
+            f"  chosen  {self.chosen} ({self._reason()})",
         ]
         if self.config:
             lines.append(f"  config  {', '.join(f'{k}={v}' for k, v in self.config.items())}")
         width = max(map(len, self.microseconds))
-        for route, us in self.microseconds.items():
-            time = "no estimate" if us is None else f"{us:.1f} us"
-            reasons = self.refused.get(route)
-            lines.append(f"    {route:<{width}}  " + ("refused: " + "; ".join(reasons) if reasons else time))
+        lines.append("  routes")
+        lines += [f"    {route:<{width}}  {self._state(route)}" for route in self.microseconds]
         return "\n".join(lines)
+
+    def _reason(self) -> str:
+        """Who decided, and why; the reference needs nobody to decide for it."""
+        if self.authority == REFERENCE:
+            return self.why
+        return f"{'cost model' if self.authority == 'model' else self.authority}: {self.why}"
+
+    def _state(self, route: str) -> str:
+        """A route's time, or its reasons to refuse the call."""
+        us = self.microseconds[route]
+        if self.refused.get(route):
+            return "refused: " + "; ".join(self.refused[route])
+        if us is None:
+            return "no estimate"
+        return f"{us:.1f} us {'measured' if route in self.measured else 'estimated'}"
 
     def json(self) -> str:
         """The verdict as one JSON object, for bug reports."""
@@ -79,8 +98,24 @@ class Verdict:
         )
 
 
+def _wrapped(head: str, parts: Sequence[str], end: str) -> str:
+    """Join parts with commas into lines of at most 100 columns, each below the first part."""
+    lines = [head]
+    for i, part in enumerate(parts):
+        part += end if i == len(parts) - 1 else ","
+        if len(lines[-1]) + len(part) >= 100 and lines[-1].strip() not in ("", head):
+            lines.append(" " * len(head))
+        lines[-1] += part + " "
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _allowed(level: str) -> str:
+    """The numerics classes that a level allows, in words."""
+    return " and ".join(LEVELS[: LEVELS.index(level) + 1])
+
+
 def plain(value: Any) -> Any:
-    """A problem's field as JSON knows it: `torch.bfloat16` is "bfloat16", tuples are lists."""
+    """Convert a field of a problem to JSON's types: `torch.bfloat16` to "bfloat16", tuples to lists."""
     if isinstance(value, (bool, int, float, str)) or value is None:
         return value
     if isinstance(value, tuple):
@@ -100,20 +135,21 @@ def choose(
     overhead: float = 0.0,
     blocked_by: str | None = None,
 ) -> Verdict:
-    """Pick the route of one call. Pure: the same arguments give the same verdict.
+    """Choose the route of one call. A pure function: the same arguments give the same verdict.
 
-    `measured` holds what tables know of this problem, as (authority, measurement), strongest first. `failed`
-    holds routes that failed at launch. `overhead` is what any route pays on top of the reference, in seconds.
-    `blocked_by` is a reason why no route can take this call.
+    measured: measurements of this problem from tables, as (authority, measurement), strongest first. failed:
+    the routes that failed at launch, with the reason. overhead: seconds that every route costs on top of the
+    reference. blocked_by: a reason why no route can take this call; None if there is none.
     """
     refused: dict[str, list[str]] = {}
     microseconds: dict[str, float | None] = {}
+    timed: set[str] = set()
     for route in op.routes.values():
         reasons = [blocked_by] if blocked_by else list(route.refuses(problem, device))
         if failed and route.name in failed:
             reasons.append(failed[route.name])
         if route.name != pin and LEVELS.index(route.numerics) > LEVELS.index(numerics):
-            reasons.append(f"its numerics are {route.numerics}, the level asked for is {numerics}")
+            reasons.append(f"numerics {route.numerics}, the level in force allows {_allowed(numerics)}")
         if reasons:
             refused[route.name] = reasons
         seconds = None if reasons else route.cost(problem, device)
@@ -122,7 +158,8 @@ def choose(
     microseconds[REFERENCE] = None if seconds is None else 1e6 * seconds
 
     def verdict(chosen: str, authority: str, why: str, config: Mapping[str, Any] | None = None) -> Verdict:
-        return Verdict(op.name, problem, device, chosen, authority, why, config or {}, microseconds, refused)
+        config, times = config or {}, frozenset(timed)
+        return Verdict(op.name, problem, device, chosen, authority, why, config, microseconds, refused, times)
 
     if pin is not None:
         if pin in refused:
@@ -131,7 +168,7 @@ def choose(
                 f"{'; '.join(refused[pin])}"
             )
         config = None if pin == REFERENCE else _pinned_config(op.routes[pin], problem, device, measured)
-        return verdict(pin, "pin", "asked for", config)
+        return verdict(pin, "pin", "the caller asked for it", config)
     if blocked_by is not None:
         return verdict(REFERENCE, REFERENCE, blocked_by)
 
@@ -143,6 +180,7 @@ def choose(
         }
         times[REFERENCE] = measurement.us[REFERENCE]
         microseconds.update(times)
+        timed.update(times)
         best = min(times, key=times.__getitem__)
         least = MEASURED_US if device.type == "cuda" else 0.0
         if times[best] * MEASURED_MARGIN >= times[REFERENCE] or times[best] + least >= times[REFERENCE]:
@@ -150,7 +188,10 @@ def choose(
             return verdict(REFERENCE, authority, f"nothing beats it by {needed}, {measurement.note}")
         gain = times[REFERENCE] / times[best]
         return verdict(
-            best, authority, f"{gain:.2f}x the reference, {measurement.note}", measurement.config.get(best)
+            best,
+            authority,
+            f"{gain:.2f}x as fast as the reference, {measurement.note}",
+            measurement.config.get(best),
         )
 
     estimates = {name: us for name, us in microseconds.items() if us is not None and name not in refused}
@@ -160,16 +201,15 @@ def choose(
         if gain > MODEL_MARGIN:
             configs = op.routes[best].configs(problem, device)
             return verdict(
-                best, "model", f"estimated {gain:.2f}x the reference", configs[0] if configs else None
+                best,
+                "model",
+                f"estimated {gain:.2f}x as fast as the reference",
+                configs[0] if configs else None,
             )
         return verdict(REFERENCE, "model", f"nothing is estimated to beat it by {MODEL_MARGIN - 1:.0%}")
-    return verdict(
-        REFERENCE,
-        REFERENCE,
-        "no other route can take this call"
-        if len(refused) == len(op.routes)
-        else "costs are unknown on this device",
-    )
+    all_refused = len(refused) == len(op.routes)
+    why = "no other route can take this call" if all_refused else "costs are unknown on this device"
+    return verdict(REFERENCE, REFERENCE, why)
 
 
 def _pinned_config(
@@ -183,6 +223,7 @@ def _pinned_config(
 
 
 def plain_problem(problem: Any) -> str:
+    """Write all fields of a problem, as "name=value, ..."."""
     return ", ".join(f"{k}={plain(v)}" for k, v in problem._asdict().items())
 
 
@@ -205,11 +246,9 @@ def in_short(problem: Any) -> str:
             types.add(value)
         elif hasattr(value, "_asdict"):
             inner = in_short(value)
-            parts += (
-                []
-                if not inner
-                else [f"{name} {inner.removeprefix('shape ')}" if name in ("cache", "residual") else inner]
-            )
+            if inner and name in ("cache", "residual"):
+                inner = f"{name} {inner.removeprefix('shape ')}"
+            parts += [inner] if inner else []
         elif isinstance(value, tuple) and all(isinstance(n, int) for n in value):
             parts.append(f"{name} {'x'.join(map(str, value))}")
         else:

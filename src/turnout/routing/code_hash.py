@@ -2,9 +2,8 @@
 
 A measured time stays true for as long as the card runs the same code. So the hash covers the kernels' own
 source: the functions a route launches, and all they use, followed through files whose name ends in
-`kernels.py`. Host code, guards, costs and declarations are not in it, nor are comments, docstrings, types,
-file names, and the names
-of functions and local variables: all of that may be refactored without measuring again.
+`kernels.py`. It does not cover host code, guards, costs and declarations, nor comments, docstrings, types,
+file names, and the names of functions and local variables: all of these may change without measuring again.
 """
 
 from __future__ import annotations
@@ -64,13 +63,10 @@ def _module(name: str) -> Module:
 def _defined_names(node: ast.stmt) -> list[str]:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return [node.name]
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    else:
+        targets = node.targets if isinstance(node, ast.Assign) else []
     return [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
 
 
@@ -82,9 +78,8 @@ def _followed_imports(node: ast.stmt) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 _lock = lock_across_forks()
-_open: list[
-    tuple[str, str]
-] = []  # definitions that are being hashed: a recursive one is known by its place here
+# (module, name) of the definitions that are being hashed: a recursive use is hashed as its index in here.
+_open: list[tuple[str, str]] = []
 
 
 @functools.cache
@@ -99,20 +94,20 @@ def _digest(module: str, name: str) -> str:
 
 
 def _canonical_text(module: str, node: ast.stmt) -> str:
-    known = _module(module)
+    own_module = _module(module)
     local_names = _local_names(node)
 
     def stands_for(name: str) -> str:
         if name in local_names:
             return f"local{local_names[name]}"
-        place = (module, name) if name in known.definitions else known.imports.get(name)
+        place = (module, name) if name in own_module.definitions else own_module.imports.get(name)
         if place is None:
             return name  # a builtin, or a name of Triton's or Numba's
         if place in _open:
             return f"open{len(_open) - _open.index(place)}"
         return _digest(*place) if place[1] in _module(place[0]).definitions else name
 
-    return _written(_Canonical(stands_for).visit(ast.parse(ast.unparse(node)).body[0]))
+    return _serialized(_Canonical(stands_for).visit(ast.parse(ast.unparse(node)).body[0]))
 
 
 def _local_names(node: ast.stmt) -> dict[str, int]:
@@ -178,11 +173,11 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
     return annotation is not None and ast.unparse(annotation).endswith("constexpr")
 
 
-def _written(part: Any) -> str:
-    """Write a syntax tree the same for all versions of Python, which `ast.unparse` and `ast.dump` do not."""
+def _serialized(part: Any) -> str:
+    """Write a syntax tree alike in all versions of Python, which `ast.unparse` and `ast.dump` do not."""
     if isinstance(part, ast.AST):
         ignored = ("ctx", "kind", "type_comment", "type_params", "simple")
         fields = ((name, getattr(part, name, None)) for name in part._fields if name not in ignored)
-        inner = ", ".join(f"{name}={_written(value)}" for name, value in fields if value not in (None, []))
+        inner = ", ".join(f"{name}={_serialized(value)}" for name, value in fields if value not in (None, []))
         return f"{type(part).__name__}({inner})"
-    return f"[{', '.join(map(_written, part))}]" if isinstance(part, list) else repr(part)
+    return f"[{', '.join(map(_serialized, part))}]" if isinstance(part, list) else repr(part)

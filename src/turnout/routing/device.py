@@ -1,5 +1,4 @@
-"""Devices: what costs and guards may know of one. Peaks and fitted constants come from `devices/`, each with
-its source.
+"""Describe devices to costs and guards: peaks, limits and fitted constants, from `devices/`, with sources.
 
 Costs and guards see a `Device`, never a `torch.device`, so a choice can be explained for a card that is not
 in this machine.
@@ -23,10 +22,9 @@ from turnout.routing import device_files, machine, versions
 from turnout.routing.names import not_known
 
 KIB, MIB = 2**10, 2**20
-FITTED_ON = "nvidia-h200"  # whose constants hold for cards that have none of their own
-OPTIONAL = frozenset(
-    ["flash_attn_interface", "flash_attn.cute"]
-)  # packages that a card asked for by name is without
+FITTED_ON = "nvidia-h200"  # the device whose constants stand in for cards that have none of their own
+# Packages that are taken to be missing beside a card that is named and not here.
+OPTIONAL = frozenset(["flash_attn_interface", "flash_attn.cute"])
 
 
 class Figure(NamedTuple):
@@ -38,23 +36,23 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """What a cost or a guard may know of a device.
+    """A device, as far as costs and guards depend on it.
 
-    type: torch's name of it ("cuda" for AMD's cards too). backend: Triton's name of it ("cuda", "hip"), None
-    where Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32" for its mode).
-    capability: NVIDIA's compute capability. units: multiprocessors or cores. cache, shared: bytes of the
-    last-level cache, and of shared memory that one block may use. sibling: the name of a card with the same
-    processor, whose measured rows stand in where this one has none. triton: the version that compiles for it,
-    cudnn: torch's, such as 91900; None for a card that was asked for by name, of which nobody knows: the
-    newest that was measured counts.
-    fitted_on: the file in `devices/` whose constants costs take; refitted: constants in place of some of
-    those, by section and name. lacks: packages that routes need and that are not there; None: this machine is
-    asked.
+    type: torch's name for its type ("cuda" for AMD's cards too). backend: Triton's name for it ("cuda",
+    "hip"), None where Triton has no driver for it. bandwidth: bytes/s. flops: FLOP/s by dtype name ("tf32"
+    for that mode). capability: NVIDIA's compute capability. units: multiprocessors or cores. cache, shared:
+    bytes of the last-level cache, and of the shared memory that one block may use. sibling: the name of a
+    card with the same processor, whose measured rows stand in where this card has none. triton, cudnn: the
+    versions in use, such as (3, 6) and 91900; None for a card that is only named, for which the newest
+    version with measured rows counts. fitted_on: the file in `devices/` with the constants of cost models.
+    refitted: constants that replace some of those, by section and name. lacks: packages that routes need and
+    that are missing; None means that this machine is searched for them.
 
-    Of a CPU also: threads, that torch uses. vectors: torch's name of its instructions. one_dnn: the dtypes
-    that oneDNN has kernels for. native_halves: the half types that it has instructions for. one_dnn_limit:
-    the instruction set that oneDNN was told not to go beyond. careful_loop: whether torch's own loop of a
-    convolution loses fewer digits than oneDNN; None: it is tried when first asked.
+    Only for a CPU: threads: how many torch uses. vectors: torch's name for its vector instructions. one_dnn:
+    the dtypes that oneDNN has kernels for. native_halves: the half types that it has instructions for.
+    one_dnn_limit: the newest instruction set that oneDNN is allowed to use, None for any. careful_loop:
+    whether torch's own convolution loop loses fewer digits than oneDNN; None means that this is tried when
+    first needed.
 
     >>> Device.named("h200").slug
     'nvidia-h200'
@@ -108,9 +106,7 @@ class Device:
 
     @property
     def has_avx512(self) -> bool:
-        """Whether oneDNN uses AVX-512: its bfloat16 kernels need it, and are gone where it was told to do
-        without.
-        """
+        """Whether oneDNN uses AVX-512, told by its bfloat16 kernels: they exist only with it."""
         return torch.bfloat16 in self.one_dnn
 
     @property
@@ -120,14 +116,11 @@ class Device:
 
     @property
     def machine(self) -> dict[str, int | str]:
-        """What a timing depends on besides the problem and the software, as rows keep it.
-
-        A GPU's: on nothing else.
-        """
+        """The settings of a CPU that a timing depends on, as rows store them; empty for a GPU."""
         if self.type != "cpu":
             return {}
-        found: dict[str, int | str] = {"threads": self.threads, "vectors": self.vectors}
-        return found | ({"one_dnn_limit": self.one_dnn_limit} if self.one_dnn_limit else {})
+        settings: dict[str, int | str] = {"threads": self.threads, "vectors": self.vectors}
+        return settings | ({"one_dnn_limit": self.one_dnn_limit} if self.one_dnn_limit else {})
 
     @property
     def slug(self) -> str:
@@ -158,19 +151,19 @@ class Device:
         >>> {Device.named(name).name for name in spellings}
         {'NVIDIA GeForce RTX 4090'}
         """
-        wanted = _letters(name)
-        if wanted == "cpu":
+        letters = _letters(name)
+        if letters == "cpu":
             return cpu()
-        matches = [device for device in known_cards() if wanted and wanted in _aliases(device)]
-        has_number = any(letter.isdigit() for letter in wanted)
+        matches = [device for device in known_cards() if letters and letters in _aliases(device)]
+        has_number = any(letter.isdigit() for letter in letters)
         if not matches or (len(matches) > 1 and not has_number):
-            known = ["cpu", *(device.slug for device in known_cards())]
+            slugs = ["cpu", *(device.slug for device in known_cards())]
             if not matches:
                 spellings = {alias: device.slug for device in known_cards() for alias in _aliases(device)}
-                raise not_known("device", name, known, spellings)
+                raise not_known("device", name, slugs, spellings)
             fitting = ", ".join(device.slug for device in matches)
-            raise ValueError(f"device {name!r} fits {fitting}; name one of: {', '.join(known)}")
-        return next((device for device in matches if wanted == _letters(device.name)), matches[0])
+            raise ValueError(f"device {name!r} fits {fitting}; name one of: {', '.join(slugs)}")
+        return next((device for device in matches if letters == _letters(device.name)), matches[0])
 
     @staticmethod
     def of(device: torch.device | str) -> Device:
@@ -178,12 +171,12 @@ class Device:
 
         A CUDA device without a driver has no peaks and no capability.
         """
-        instead = _assumed.get()
-        if instead is not None:
-            return instead
-        known = _seen.get(device)
-        if known is not None:
-            return known
+        assumed_device = _assumed.get()
+        if assumed_device is not None:
+            return assumed_device
+        cached = _cuda_devices.get(device)
+        if cached is not None:
+            return cached
         device = torch.device(device)
         if device.type == "cpu":
             return cpu()
@@ -191,24 +184,23 @@ class Device:
             return _of_other(device.type)
         if not torch.cuda.is_available():
             return Device(name="unknown CUDA device", type="cuda", lacks=None)
-        known = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
+        card = _of_cuda(torch.cuda.current_device() if device.index is None else device.index)
         if device.index is not None:
-            _seen[device] = known
-        return known
+            _cuda_devices[device] = card
+        return card
 
 
-_seen: dict[Any, Device] = {}  # cards by `torch.device`: asking CUDA again costs microseconds at every launch
+_cuda_devices: dict[Any, Device] = {}  # by `torch.device`: asking CUDA costs microseconds at every launch
 _assumed: ContextVar[Device | None] = ContextVar("turnout_assumed_device", default=None)
 _planning: ContextVar[bool] = ContextVar("turnout_planning", default=False)
 
 
 @contextlib.contextmanager
 def assumed(device: Device) -> Iterator[None]:
-    """While this is entered, every tensor is taken to be on `device`: launches are planned for it, nothing
-    can run.
+    """Inside this block every tensor counts as being on `device`: launches are planned for it, nothing runs.
 
-    For finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread; what
-    others compute meanwhile stays on its own device.
+    It is for finding out what a call would launch (`turnout.launch.recorded`). It holds for this thread
+    only: what other threads compute stays on its own device.
     """
     token = _assumed.set(device)
     try:
@@ -219,9 +211,7 @@ def assumed(device: Device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def planning_calls() -> Iterator[None]:
-    """While this is entered, calls in this thread are only planned: tensors have no memory, nothing is
-    remembered.
-    """
+    """Inside this block calls of this thread are only planned: tensors have no memory, nothing is cached."""
     token = _planning.set(True)
     try:
         yield
@@ -240,19 +230,17 @@ def _letters(name: str) -> str:
 
 @functools.cache
 def _aliases(device: Device) -> frozenset[str]:
-    """What people may call a card, in letters and digits: some of the words of its name, in their order."""
+    """What people may call a card, in letters and digits: any of the words of its name, in their order."""
     words = [_letters(word) for word in re.split(r"[ -]", device.name)]
     if "hbm3" in words or "sxm4" in words:  # the driver names an H100 SXM by its memory
         words += ["sxm"]
-    chosen = itertools.product((False, True), repeat=len(words))
-    return frozenset("".join(itertools.compress(words, some)) for some in chosen)
+    selections = itertools.product((False, True), repeat=len(words))
+    return frozenset("".join(itertools.compress(words, selection)) for selection in selections)
 
 
 @functools.cache
 def _of_other(device_type: str) -> Device:
-    """A device of neither NVIDIA, AMD nor a CPU: plain Triton routes may take it if Triton has a driver for
-    it.
-    """
+    """A device of another type than "cpu" and "cuda"; plain Triton routes take it if Triton drives it."""
     return Device(name=device_type, type=device_type, backend=_triton_backend(device_type), lacks=None)
 
 
@@ -274,7 +262,7 @@ def _triton_backend(device_type: str) -> str | None:
 
 
 def with_software_here(card: Device) -> Device:
-    """A card that was named, as it would be with the software of this machine."""
+    """A card that is only named, with the Triton, cuDNN and packages of this machine."""
     return replace(card, **_software())
 
 
@@ -284,42 +272,41 @@ def _software() -> dict[str, Any]:
 
 @functools.cache
 def _of_cuda(index: int) -> Device:
-    seen = torch.cuda.get_device_properties(index)
-    here = _software()
-    known = {device.name: device for device in known_cards()}.get(seen.name)
-    if known is not None:
-        return replace(known, **here)
-    here["backend"] = None if versions.triton() is None else "hip" if torch.version.hip else "cuda"
-    # Cards we have no datasheet for: memory speed as the driver states it, so that byte-bound costs still
-    # mean something.
-    clock, width = getattr(seen, "memory_clock_rate", 0), getattr(seen, "memory_bus_width", 0)
-    bandwidth = (
-        Figure(2e3 * clock * width / 8, "memory clock and bus width as the driver states them")
-        if clock and width
-        else None
-    )
+    properties = torch.cuda.get_device_properties(index)
+    software = _software()
+    card = {device.name: device for device in known_cards()}.get(properties.name)
+    if card is not None:
+        return replace(card, **software)
+    # A card without a file in `devices/` gets the memory speed that its driver states, so that costs bound by
+    # memory still mean something.
+    clock = getattr(properties, "memory_clock_rate", 0)  # kHz
+    width = getattr(properties, "memory_bus_width", 0)  # bits
+    source = "memory clock and bus width as the driver states them"
     return Device(
-        name=seen.name,
+        name=properties.name,
         type="cuda",
-        bandwidth=bandwidth,
-        capability=(seen.major, seen.minor),
-        units=seen.multi_processor_count,
-        cache=seen.L2_cache_size,
-        shared=getattr(seen, "shared_memory_per_block_optin", 0),
-        **here,
+        bandwidth=Figure(2e3 * clock * width / 8, source) if clock and width else None,
+        capability=(properties.major, properties.minor),
+        units=properties.multi_processor_count,
+        cache=properties.L2_cache_size,
+        shared=getattr(properties, "shared_memory_per_block_optin", 0),
+        backend=None if versions.triton() is None else "hip" if torch.version.hip else "cuda",
+        **software,
     )
 
 
 def cpu() -> Device:
-    """This machine's CPU, with figures measured once on another. They set the ratio of bytes to fixed costs;
-    `tune` replaces what depends on them."""
+    """This machine's CPU, with peaks that were measured on another one.
+
+    They set the ratio of bytes to fixed costs in estimates; rows of `tune` replace those estimates.
+    """
     return _cpu(torch.get_num_threads(), machine.one_dnn_limit())
 
 
 @functools.cache
 def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
-    known = device_files.load(device_files.CPU)
-    peaks, cores = known["peaks"], os.cpu_count() or 1
+    file = device_files.load(device_files.CPU)
+    peaks, cores = file["peaks"], os.cpu_count() or 1
     flops = {
         kind: Figure(peaks[kind] * cores / peaks["cores"], peaks["source"]) for kind in ("float32", "float64")
     }
@@ -328,7 +315,7 @@ def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
         type="cpu",
         bandwidth=Figure(peaks["bytes"], peaks["source"]),
         units=cores,
-        cache=known["cache_mib"] * MIB,
+        cache=file["cache_mib"] * MIB,
         flops=flops,
         fitted_on=device_files.CPU,
         lacks=None,
@@ -342,7 +329,7 @@ def _cpu(threads: int, one_dnn_limit: str | None) -> Device:
 
 @functools.cache
 def known_cards() -> tuple[Device, ...]:
-    """The cards in `devices/`; of those that fit a name, the first is meant."""
+    """The cards in `devices/`, in the order in which a name that fits several is resolved."""
     return tuple(map(_card, device_files.cards()))
 
 

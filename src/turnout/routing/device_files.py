@@ -1,6 +1,4 @@
-"""The files of `devices/`: what is known of cards and CPUs, each figure with its source, read when first
-needed.
-"""
+"""Read the files of `devices/`: the figures of cards and CPUs, each with its source, when first needed."""
 
 from __future__ import annotations
 
@@ -24,19 +22,17 @@ class Constants:
         try:
             return self._values[name]
         except KeyError:
-            known = ", ".join(self._values)
-            raise AttributeError(
-                f"no constant {name!r} was fitted for {self._section}; those are: {known}"
-            ) from None
+            names = ", ".join(self._values)
+            raise AttributeError(f"{self._section} has no constant {name!r}; it has: {names}") from None
 
     def get(self, name: str, otherwise: float) -> float:
-        """A constant, or another number where none was fitted."""
+        """A constant, or `otherwise` where none was fitted."""
         return self._values.get(name, otherwise)
 
 
 @functools.cache
 def load(slug: str) -> dict[str, Any]:
-    """What `devices/<slug>.toml` holds."""
+    """The content of `devices/<slug>.toml`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -47,7 +43,7 @@ def load(slug: str) -> dict[str, Any]:
 
 @functools.cache
 def cards() -> tuple[dict[str, Any], ...]:
-    """The cards that are known; of those that fit a name, the first is meant."""
+    """The files of all cards, in the order in which a name that fits several is resolved."""
     slugs = (path.stem for path in FOLDER.glob("*.toml"))
     return tuple(sorted((load(slug) for slug in slugs if slug != CPU), key=lambda card: card["rank"]))
 

@@ -1,10 +1,9 @@
-"""Failures of a route at launch: what counts as one, and which kernels do not compile on this machine.
+"""Recognize and remember launch failures: routes to skip for a call, kernels that do not compile here.
 
-Only three things make a call fall through to the next route: no memory, no shared memory, a kernel that does
-not compile. Everything else that a route raises is a mistake, and is raised. That a kernel does not compile
-is kept on disk for the Triton and the card it was seen with, so nobody waits for it, or is warned of it,
-twice. Where memory was
-missing, the route is tried again later: there may be more of it then.
+Only three failures make a call fall through to the next route: no memory, no shared memory, a kernel that
+does not compile. Everything else that a route raises is a mistake, and is raised. Kernels that do not compile
+are remembered on disk, for this Triton and this card, so that nobody waits for them or is warned about them
+twice. A route for which memory was missing is tried again later, when there may be more.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _NOT_COMPILED = (
     "UnsupportedLanguageConstruct",
     "PTXASError",
 )
-_NUMBAS_OWN = "NumbaError"  # what all errors of Numba's compiler are
+_NUMBA_BASE = "NumbaError"  # the base class of all errors of Numba's compiler
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds until a route for which memory was missing is tried again
-_MOST_CALLS = 1024  # of which failures are remembered
+_MOST_CALLS = 1024  # whose failures are remembered
 _lock = lock_across_forks()
 
 
 def kind_of(failure: BaseException) -> Kind | None:
-    """Which kind of launch failure this is; None for a mistake.
+    """The kind of launch failure that an exception is; None for a mistake.
 
     >>> kind_of(torch.OutOfMemoryError("CUDA out of memory.")), kind_of(MemoryError())
     ('memory', 'memory')
@@ -53,7 +52,7 @@ def kind_of(failure: BaseException) -> Kind | None:
         return "memory"
     if name == "OutOfResources":  # Triton: shared memory, tensor memory, threads
         return "shared memory"
-    if any(cls.__name__ == _NUMBAS_OWN for cls in type(failure).__mro__):
+    if any(cls.__name__ == _NUMBA_BASE for cls in type(failure).__mro__):
         return "compilation"
     if name in _NOT_COMPILED or (isinstance(failure, RuntimeError) and "PassManager::run failed" in text):
         return "compilation"
@@ -63,25 +62,24 @@ def kind_of(failure: BaseException) -> Kind | None:
 
 
 def in_words(failure: BaseException) -> str:
-    """A failure in one line: its type and the first line of its message."""
+    """Describe a failure in one line: its type and the first line of its message."""
     return f"{type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
 
 
 @dataclass
 class _Failure:
-    """A launch that failed. `again` is when the route is tried again (`time.monotonic`), None for never."""
+    """A launch that failed: why, the seconds to wait, and when to retry (`time.monotonic`; None: never)."""
 
     why: str
     wait: float
-    again: float | None
+    retry_at: float | None
 
 
 class FailedRoutes:
-    """The routes of one op that failed at launch, by call. The oldest are forgotten where there are very
-    many.
+    """The routes of one op that failed at launch, for each call; the oldest calls are forgotten first.
 
-    A route for which memory was missing is tried again after a second. Each time it fails again it waits
-    twice as long, up to a minute; after an hour without a failure it begins anew.
+    A route for which memory was missing is tried again after a second. With each further failure the wait
+    doubles, up to a minute; after an hour without a failure it is a second again.
 
     >>> failed = FailedRoutes(clock=lambda: now)
     >>> now = 5.0
@@ -106,35 +104,34 @@ class FailedRoutes:
         now, why = self.now(), f"failed at launch: {in_words(failure)}"
         with self._lock:
             routes = self._calls.pop(call, {})  # put back at the end: the newest
-            wait, again = FIRST_WAIT, None
+            wait, retry_at = FIRST_WAIT, None
             if kind_of(failure) == "memory":
-                before = routes.get(route)
-                if before is not None and before.again is not None and now - before.again < 60 * LONGEST_WAIT:
-                    wait = min(2 * before.wait, LONGEST_WAIT)
-                again = now + wait
-            self._calls[call] = {**routes, route: _Failure(why, wait, again)}
+                last = routes.get(route)
+                if last is not None and last.retry_at is not None and now - last.retry_at < 60 * LONGEST_WAIT:
+                    wait = min(2 * last.wait, LONGEST_WAIT)
+                retry_at = now + wait
+            self._calls[call] = {**routes, route: _Failure(why, wait, retry_at)}
             while len(self._calls) > _MOST_CALLS:
                 del self._calls[next(iter(self._calls))]
 
     def reasons(self, call: Hashable) -> dict[str, str]:
-        """Why routes are not to be tried for a call now, by route."""
+        """The routes that must not be tried for a call now, with the reason of each."""
         now, failures = self.now(), self._calls.get(call, {})
-        return {route: f.why for route, f in failures.items() if f.again is None or f.again > now}
+        return {route: f.why for route, f in failures.items() if f.retry_at is None or f.retry_at > now}
 
     def next_try(self, call: Hashable) -> float | None:
-        """The time at which the next route that waits for memory is tried for a call; None if none waits."""
+        """When the next route that waits for memory is retried for a call; None if none waits."""
         now, failures = self.now(), self._calls.get(call, {})
-        return min(
-            (f.again for f in failures.values() if f.again is not None and f.again > now), default=None
-        )
+        times = (f.retry_at for f in failures.values() if f.retry_at is not None)
+        return min((time for time in times if time > now), default=None)
 
     def is_news(self, route: str, failure: BaseException) -> bool:
-        """Whether nobody was told yet that the route fails in this way, with this or another call."""
+        """Whether this is the first failure of its kind of the route, with any call. True only once."""
         key = (route, kind_of(failure))
         with self._lock:
-            news = key not in self._announced
+            is_first = key not in self._announced
             self._announced.add(key)
-        return news
+        return is_first
 
     def clear(self) -> None:
         """Forget all failures."""
@@ -144,28 +141,29 @@ class FailedRoutes:
 
 
 def compile_problem(kernels: str, device: Device) -> str | None:
-    """Why the kernels with this hash do not compile for a device of this machine, if that was seen before."""
-    return _known(device).get(kernels) if device.triton is not None else None
+    """Why the kernels with this hash do not compile for a device of this machine; None if they may."""
+    return _compiled(device).get(kernels) if device.triton is not None else None
 
 
 def is_known(kernels: str, device: Device) -> bool:
-    """Whether the kernels with this hash were tried on this machine, whatever came of it."""
-    return kernels in _known(device)
+    """Whether compiling the kernels with this hash was tried on this machine, with success or without."""
+    return kernels in _compiled(device)
 
 
 def remember(kernels: str, device: Device, problem: str | None) -> None:
-    """Keep that the kernels with this hash do not compile for a device here, or (None) that they do."""
-    _known(device)[kernels] = problem
-    store.write_json(_file(device), _known(device))
+    """Store why the kernels with this hash do not compile for a device here, or None: they do."""
+    _compiled(device)[kernels] = problem
+    store.write_json(_file(device), _compiled(device))
 
 
 def forget_problems() -> None:
-    """Read from disk anew what compiles."""
-    _known.cache_clear()
+    """Read the results of compiling from disk again when they are next needed."""
+    _compiled.cache_clear()
 
 
 @functools.cache
-def _known(device: Device) -> dict[str, str | None]:
+def _compiled(device: Device) -> dict[str, str | None]:
+    """For each hash of kernels that were compiled here, the problem; None for those that compile."""
     try:
         content = store.read_json(_file(device))
     except (Unreadable, FileNotFoundError):

@@ -1,8 +1,8 @@
-"""Calls that only plain PyTorch can take: under a transform or a mode, with a tensor subclass.
+"""Recognize calls that only plain PyTorch can take: under a transform or a mode, with a tensor subclass.
 
-A call asks this before it runs a route, and `explain` asks the same questions, so the two agree. Whatever
-reads the values of a tensor on the host asks `can_read_values` first: under a transform there are none, and a
-trace would keep those of its example.
+Calls and `explain` ask the same functions, so the two agree. Code that reads the values of a tensor on the
+host asks `can_read_values` first: under a transform there are none, and a trace would keep those of its
+example.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def autocasts(kind: str) -> bool:
-    """Whether autocast is on for a type of device; torch's own question raises for those that have none, such
-    as meta.
+    """Whether autocast is on for a type of device.
+
+    torch's own `is_autocast_enabled` raises for types that have no autocast, such as meta.
     """
     return autocasting() and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
@@ -72,7 +73,7 @@ def blocked(args: Sequence[Any], minds_autocast: bool) -> Blocked | None:
 
 
 def _rewriting() -> str | None:
-    """What runs or records this program in its own way: a transform, a mode, a trace; None for nothing."""
+    """The transform, mode or trace that rewrites the running program, in words; None if there is none."""
     level = functorch_level()
     if level is not None:
         return f"a torch.func transform ({str(level.key()).rpartition('.')[2].lower()})"
@@ -86,7 +87,7 @@ def _rewriting() -> str | None:
 
 
 def can_read_values(tensor: Tensor) -> bool:
-    """Whether the host may look at a tensor's values, and act on them: an eager call with real values."""
+    """Whether the host may read a tensor's values and act on them: an eager call, with real values."""
     return (
         type(tensor) in PLAIN_TENSORS
         and tensor.device.type in ("cpu", "cuda")
@@ -102,8 +103,8 @@ _hidden: ContextVar[bool] = ContextVar("turnout_values_hidden", default=False)
 
 @contextlib.contextmanager
 def values_hidden() -> Iterator[None]:
-    """Inside this block nothing depends on the values of a tensor: what runs becomes a graph, which is
-    replayed with others."""
+    """Inside this block no choice depends on the values of a tensor: the calls become a graph, which is
+    replayed with other values."""
     token = _hidden.set(True)
     try:
         yield
@@ -138,5 +139,5 @@ def needs_any_derivative() -> bool:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """A number that goes up when the tensor is written to; None where there is none, as in inference mode."""
+    """The version of a tensor, which goes up when it is written to; tensors of inference mode have None."""
     return None if tensor.is_inference() else tensor._version

@@ -1,7 +1,6 @@
-"""What this machine is, as far as a choice depends on it: packages, and on a CPU threads, instructions,
-oneDNN.
+"""Look at this machine, as far as a choice depends on it: packages, cuDNN, and a CPU's oneDNN.
 
-Only `Device.of` asks here. Guards and costs read their `Device`, which may as well describe another machine.
+Only `Device` asks here. Guards and costs read their `Device`, which may describe another machine as well.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from turnout.routing.precision import strict_float32
 
-_TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)  # input and weight of the call that is tried
+_TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)  # input [N, C, D, H, W] and weight [F, C, KD, KH, KW] to try
 
 
 @functools.cache
 def has_package(name: str) -> bool:
-    """Whether a package, or a part of one ("flash_attn.cute"), can be imported; nothing is imported for that.
+    """Whether a package, or a module in one ("flash_attn.cute"), is installed. Imports nothing.
 
     >>> has_package("torch.nn"), has_package("torch.nothing"), has_package("no_such_package")
     (True, False, False)
     """
-    package, _, part = name.partition(".")
+    package, _, module = name.partition(".")
     if package in sys.modules and sys.modules[package] is None:
         return False
-    found = importlib.util.find_spec(package)
-    if found is None or not part:
-        return found is not None
-    places = found.submodule_search_locations or ()
-    return any(Path(place, part + ending).exists() for place in places for ending in (".py", "/__init__.py"))
+    spec = importlib.util.find_spec(package)
+    if spec is None or not module:
+        return spec is not None
+    folders = spec.submodule_search_locations or ()
+    return any(Path(folder, module + end).exists() for folder in folders for end in (".py", "/__init__.py"))
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def one_dnn_dtypes() -> frozenset[torch.dtype]:
 
 @functools.cache
 def native_halves() -> frozenset[torch.dtype]:
-    """The half types that this CPU multiplies by instructions of its own."""
+    """The half-precision dtypes that this CPU has multiplication instructions for."""
     native = {
         torch.bfloat16: torch.cpu._is_avx512_bf16_supported(),
         torch.float16: torch.cpu._is_amx_fp16_supported(),
@@ -61,22 +60,24 @@ def native_halves() -> frozenset[torch.dtype]:
 
 
 def one_dnn_limit() -> str | None:
-    """The instruction set that oneDNN was told not to go beyond; below AVX-512 it has no half types."""
+    """The newest instruction set that oneDNN is allowed to use; below AVX-512 it has no half types."""
     return os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
 
 
 @functools.cache
 def loop_adds_carefully() -> bool:
-    """Whether torch's own loop, which is a matrix product, loses fewer digits than oneDNN on this CPU, tried
-    once on a small call. MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times its error there)
-    than on an Intel."""
+    """Whether torch's own convolution loop loses fewer digits than oneDNN on this CPU: tried once, on a small
+    call.
+
+    The loop is a matrix product, for which MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times
+    its error there) than on an Intel.
+    """
     if not torch.backends.mkldnn.is_available():
         return False
     strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
-    plain = (
-        torch._C.DisableTorchFunction()
-    )  # no mode of a caller: it may rewrite calls, as that of a split model does
-    with plain, _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
+    # A mode of the caller may rewrite calls, as that of a split model does.
+    no_modes = torch._C.DisableTorchFunction()
+    with no_modes, _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
         x, weight = (
             torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape)
             for shape in _TRIED

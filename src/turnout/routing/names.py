@@ -1,6 +1,4 @@
-"""Names that people type: of ops, routes, models, devices and dtypes, and what to say of one that is not
-known.
-"""
+"""Look up names that people type: of ops, routes, models, devices, dtypes. Errors suggest the nearest one."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ DTYPES = tuple(sorted(name for name, value in vars(torch).items() if isinstance(
 
 
 def one_of(name: str, known: Iterable[str], spellings: Mapping[str, str] | None = None) -> str:
-    """The end of an error about a name: the nearest that is known, if any is near, and all of them.
+    """The end of an error about an unknown name: the nearest known one, if any is near, then all of them.
 
-    spellings: other spellings of known names, in lower case, to look among as well.
+    spellings: other spellings in lower case, and the known name that each stands for.
 
     >>> one_of("atention", ["attention", "dot"]), one_of("x", ["attention", "dot"])
     ('did you mean attention? One of: attention, dot', 'one of: attention, dot')
@@ -45,7 +43,7 @@ def not_known(
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of torch with this name; bf16, fp16, half, fp32 and fp64 are short for what they look like.
+    """The torch dtype of a name: torch's own, or one of bf16, fp16, half, fp32 and fp64.
 
     >>> dtype_named("bf16"), dtype_named("int32")
     (torch.bfloat16, torch.int32)
@@ -60,7 +58,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def device_here(name: str | None) -> torch.device:
-    """The device of this machine with torch's name for it; None is the first GPU, else the CPU.
+    """The device of this machine that torch calls by this name; for None the first GPU, else the CPU.
 
     >>> device_here("cpu")
     device(type='cpu')
@@ -72,12 +70,11 @@ def device_here(name: str | None) -> torch.device:
     except RuntimeError as mistake:
         near = difflib.get_close_matches(name.lower(), ("cpu", "cuda"), n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        message = f"device {name!r} is not one of this machine's; {hint}Give cpu, cuda or cuda:1"
+        message = f"device {name!r} is not one of this machine's; {hint}give cpu, cuda or cuda:1"
         raise ValueError(message) from mistake
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, this machine has no CUDA GPU; use --device cpu")
+        raise ValueError(f"device {name!r}: this machine has no CUDA GPU; use --device cpu")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {name!r} was asked for, this machine has {torch.cuda.device_count()} CUDA GPUs"
-        )
+        count = torch.cuda.device_count()
+        raise ValueError(f"device {name!r}: this machine has {count} CUDA GPUs, cuda:0 to cuda:{count - 1}")
     return device

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from turnout.routing import failures, settings, writing
+from turnout.routing import failures, mutation, settings
 from turnout.routing.case import Case, Cases
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.code_hash import code_hash
@@ -94,7 +94,7 @@ class Route:
     defaults.
 
     kernels: what it launches, each as "package.module:function"; none where it calls torch's only.
-    in_place: arguments that may be the very memory that is written, element by element (see `writing`).
+    in_place: arguments that may be the very memory that is written, element by element (see `mutation`).
     fails_before_writing: all that may fail at launch (memory, compilation) comes before it writes into an
     argument.
     grain: where the input may be cut without changing a bit, as far as that is known.
@@ -160,9 +160,9 @@ class Op:
     makes are the reference's arguments, or those of the public function that says so (see `public`).
     `family` names the problems that differ in `size` only: between two measured sizes times are interpolated.
     `vjp(inputs, grads)` gives a gradient for each input; without it, backward is the vector-Jacobian product
-    of the reference. `mutates` names the arguments a call writes into; see `writing` for what holds then. The
-    reference of such an op reads everything and allocates everything before it writes, and takes every call
-    that wants gradients. `builtin` is torch's own function where the reference does nothing but call it:
+    of the reference. `mutates` names the arguments a call writes into (see `mutation`). The reference of such
+    an op reads everything and allocates everything before it writes, and takes every call that wants
+    gradients. `builtin` is torch's own function where the reference does nothing but call it:
     chosen, it is called without a step in between.
     `autocast` says what torch does to this op under autocast: "cast" its inputs, "ignore" it (all of it runs
     as if autocast were off), or "reference" (leave it to torch).
@@ -379,7 +379,7 @@ class Op:
 
     def _reference_run(self, args: tuple) -> Callable[..., Any]:
         """The reference as it is run, for arguments with the cache key of these."""
-        return writing.reference_run(self, args) if self.mutates else self.builtin or self.plain
+        return mutation.checked_reference(self, args) if self.mutates else self.builtin or self.plain
 
     def _until(self, end: float, run: Callable[..., Any]) -> Callable[..., Any]:
         """Choose anew from then on: a route for which memory was missing is tried again."""
@@ -403,8 +403,8 @@ class Op:
         given, a launch that fails is followed by the next route.
         """
         in_place = () if route is None else route.in_place
-        writes = writing.Writes(self, example_args, in_place) if self.mutates else None
-        reference = writing.reference_run(self, example_args) if self.mutates else self.plain
+        writes = mutation.WriteChecks(self, example_args, in_place) if self.mutates else None
+        reference = mutation.checked_reference(self, example_args) if self.mutates else self.plain
 
         def failed(failure: Exception, *args: Any) -> Any:
             if route is None or failures.kind_of(failure) is None:
@@ -427,7 +427,7 @@ class Op:
     def _left_to_torch(self, *args: Any) -> Any:
         """A call that no route may take, in plain PyTorch."""
         self._mind_pin(args)
-        return (writing.reference_run(self, args) if self.mutates else self.plain)(*args)
+        return (mutation.checked_reference(self, args) if self.mutates else self.plain)(*args)
 
     def _mind_pin(self, args: tuple) -> None:
         """Raise where a route is pinned and none may take the call, unless torch rewrites the program."""
@@ -739,7 +739,7 @@ def _register(op: Op) -> tuple[Callable[..., Any], Callable[..., Any]]:
         known = all(isinstance(n, int) for x in tensors for n in (*x.shape, *x.stride()))
         if op.mutates:
             if known:
-                writing.refuse_self_overlap(op, args)
+                mutation.refuse_self_overlap(op, args)
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return op.reference(*args)
         return (

@@ -1,9 +1,8 @@
-"""What a route returns is a tensor of its own, never a view: it may be written in place.
+"""Make a route's result a tensor of its own, never a view, so that the caller may write into it.
 
-torch refuses to write into a view that was made inside an op, or while gradients were not recorded. Its own
-ops
-return no such views: inside them views are not recorded. Most routes make their outputs in the final shape
-and layout, which costs nothing; those that cannot are declared below `returns_own`.
+torch refuses to write into a view that was made inside an op or under `no_grad`. Its own ops return no such
+views, as nothing inside them is recorded as a view. Most routes make their outputs in the final shape and
+layout, which costs nothing; the others are decorated with `@returns_own`.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ _RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def views_unrecorded() -> AbstractContextManager[Any]:
-    """Inside this block torch records neither views nor the versions of what is written. For calls that
-    record no gradients, or whose gradients are recorded around the block."""
+    """Inside this block torch records neither views nor changed versions of tensors that are written.
+
+    For calls that record no gradients, or whose gradients are recorded outside of the block.
+    """
     return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
 
 

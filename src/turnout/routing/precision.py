@@ -1,8 +1,8 @@
-"""torch's settings of how float32 is multiplied, read and changed without its older flags.
+"""Read and change how torch multiplies float32 (IEEE, TF32, bfloat16), without its older flags.
 
 `torch.backends.*.fp32_precision` may be set for everything, for a backend or for one kind of op of a backend.
-The older flags (`allow_tf32`, `set_float32_matmul_precision`) are views of some of them, whose getters raise
-where the newer ones say what an older one cannot.
+The older flags (`allow_tf32`, `set_float32_matmul_precision`) show some of these settings, and their getters
+raise where a newer setting has no older equivalent.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Kind = Literal["conv", "matmul"]
 
 _c: Any = torch._C
 
-# What is in force for a kind of op, inherited or its own: "ieee", "tf32", "bf16", or "none", which means
-# ieee.
+# The setting in force for a kind of op, its own or an inherited one: "ieee", "tf32", "bf16", or "none", which
+# means ieee.
 get_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
 _set: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
 
 @contextlib.contextmanager
 def strict_float32(*places: tuple[Backend, Kind]) -> Iterator[None]:
-    """Inside this block float32 is multiplied as float32 by these ops, whatever was asked for.
+    """Inside this block these kinds of op multiply float32 in IEEE precision, whatever torch is set to.
 
     >>> with strict_float32(("mkldnn", "conv")):
     ...     get_precision("mkldnn", "conv")

@@ -1,9 +1,9 @@
-"""Prepared: all that follows from a problem, a route and its configuration, in one object.
+"""Prepared: everything that follows from a problem, a route and its configuration, in one object.
 
-The dispatch cache of an op holds one for each entry that takes a route, so it is dropped with that entry and
-there are never more of them. What a route works out of shapes, strides and dtypes is kept in it: the layout
-of outputs, plans of launches, descriptors, compiled kernels. It holds no tensor of a caller, and threads may
-share it: what two of them work out at once is the same, and the later one is kept.
+It holds what a route works out of shapes, strides and dtypes: the layout of outputs, launch plans,
+descriptors, compiled kernels. The dispatch cache of an op has one for each entry that takes a route, and
+drops it with the entry, which bounds their number. It holds no tensor of a caller. Threads may share it: what
+two of them work out at the same time is equal, and the later result is kept.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Prepare = Callable[["Prepared", tuple], "Callable[..., Any] | None"]
 
 
 class Prepared:
-    """A route with its configuration, for calls of one entry of the dispatch cache.
+    """A route with its configuration, for the calls of one entry of the dispatch cache.
 
-    call: runs such a call; what `prepare` has made of the route, or `run_route`. function, config: the
-    route's own function, and its configuration with all defaults. values: what it has worked out, by what it
-    was worked out of.
+    call: runs such a call; the function that the route's `prepare` returned, else `run_route`. function,
+    config: the route's own function, and its configuration with all defaults. values: the results that were
+    worked out, by the function and the arguments that gave them.
     """
 
     __slots__ = ("_run", "call", "config", "function", "values")
@@ -43,7 +43,7 @@ class Prepared:
         return self.call != self.run_route
 
     def run_route(self, *args: Any) -> Any:
-        """The route's own function; what it works out is kept here."""
+        """Run the route's own function; results worked out in it are kept here."""
         token = _set_current(self)  # as in `keeping`, without another call in between
         try:
             return self._run(*args)
@@ -51,7 +51,7 @@ class Prepared:
             _reset_current(token)
 
     def keeping(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function; what is worked out in it is kept here."""
+        """Call a function; results worked out in it are kept here."""
         token = _set_current(self)
         try:
             return function(*args)
@@ -59,7 +59,7 @@ class Prepared:
             _reset_current(token)
 
     def keep(self, key: Any, value: Any) -> Any:
-        """Remember a value, which must hold no tensor of the caller's."""
+        """Keep a value, which must hold no tensor of the caller, and return it."""
         if len(self.values) >= _MOST_VALUES:
             self.values.clear()
         self.values[key] = value
@@ -72,7 +72,7 @@ def current() -> Prepared | None:
 
 
 def kept(key: Any, work_out: Callable[[], Value]) -> Value:
-    """What `work_out()` gives, worked out once for each Prepared that asks for this key."""
+    """The result of `work_out()`, computed once for this key in each Prepared."""
     prepared = _current.get()
     if prepared is None:
         return work_out()
@@ -81,7 +81,7 @@ def kept(key: Any, work_out: Callable[[], Value]) -> Value:
 
 
 def worked_out_once(function: Callable[..., Value]) -> Callable[..., Value]:
-    """A function of sizes, strides, dtypes and the like, worked out once for each Prepared that asks.
+    """Decorate a function of sizes, strides and dtypes so that each Prepared computes each result once.
 
     >>> @worked_out_once
     ... def elements(shape: tuple[int, ...]) -> int:

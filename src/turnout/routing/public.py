@@ -1,4 +1,4 @@
-"""Public functions and their calls of ops: what `explain`, `tune`, `pin` and the CLI are asked about.
+"""Register public functions with the ops they call, for `explain`, `tune`, `pin` and the command line.
 
 A public function is declared once, with the ops it may call. How its arguments become those of an op is
 written in the function itself and nowhere else: `lower` runs it up to the point where the op would choose a
@@ -22,7 +22,7 @@ PUBLIC: dict[str, Public] = {}
 
 
 class Lowered(NamedTuple):
-    """What a public call asks of an op: the op, and its reference's positional arguments."""
+    """The op that a public call calls, and the positional arguments of the op's reference."""
 
     op: Op
     args: tuple
@@ -36,15 +36,15 @@ class Public(NamedTuple):
 
     @property
     def signature(self) -> inspect.Signature:
-        """That of the function, annotations as types."""
+        """The function's signature, with annotations as types."""
         return inspect.signature(self.function, eval_str=True)
 
 
 def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
-    """Declare a public function and the ops it may call; each call of it makes one call of one of them.
+    """Declare a public function and the ops it may call; each call of it calls one of them once.
 
-    The function stays as it is: nothing stands between it and its ops. of_cases: what the first op's cases
-    make are arguments of this function, all of them by position.
+    The function is returned unchanged, so its calls cost nothing more. of_cases: the first op's cases make
+    this function's arguments, by position.
     """
 
     def declare(function: F) -> F:
@@ -58,7 +58,7 @@ def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
 
 
 def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
-    """The public function of a name or of itself, or an op that has none."""
+    """Find the public function of a name, or of the function itself; for an op without one, the op."""
     if isinstance(op, Op):
         return op
     name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
@@ -70,13 +70,13 @@ def public_named(op: str | Callable[..., Any] | Op) -> Public | Op:
 
 
 def op_named(op: str | Callable[..., Any] | Op) -> Op:
-    """The op of a name, of a public function or of itself; of a function with several ops, the first."""
+    """Find the op of a name or of a public function; of a function with several ops, the first."""
     function = public_named(op)
     return function if isinstance(function, Op) else function.ops[0]
 
 
 def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lowered:
-    """The op and the reference's arguments of a public call, without running it.
+    """Find the op of a public call, and the arguments of that op's reference, without running the call.
 
     An `Op`, or the name of one without a public function, takes its reference's arguments.
 

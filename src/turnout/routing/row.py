@@ -1,4 +1,4 @@
-"""One measured row, and its reading from JSON: every field is checked, and what does not fit is not a row."""
+"""Rows: the measured times of one problem. Reading one from JSON checks every field."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ if TYPE_CHECKING:
     from turnout.routing.op import Op
 
 SCHEMA = 2  # 1: rows were identified by all code of a route, host code included
-_LONGEST = 1e12  # microseconds: eleven days
-_DEEPEST = 8  # lists inside each other in a problem
-_MOST_CHARACTERS = 200  # of a name or a version
+_LONGEST = 1e12  # microseconds: a time of eleven days or more is a mistake
+_DEEPEST = 8  # levels of nested lists in a problem
+_MOST_CHARACTERS = 200  # in a name or a version
 
 
 class Unreadable(ValueError):
-    """What was read is not a row, and why."""
+    """A value is not a row; the message says why."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What `tune` measured for one problem: every route's time, in microseconds, and all that makes the times
-    valid.
+    """The times of one problem's routes in microseconds, with all that decides whether they still hold.
 
-    version, code_hash: of the routes that were measured. config: the fastest of each. versions: of the
-    software.
-    machine: what else must be the same for the times to hold, on a CPU the number of threads.
+    us, iqr: median and interquartile range. error: against float64. peak_mib: memory. config: the fastest
+    configuration of each route. version, code_hash: of the routes that were measured. versions: of the
+    software. machine: what else must be equal for the times to hold, such as a CPU's number of threads.
     """
 
     op: str
@@ -52,21 +51,21 @@ class Row:
 
     @property
     def triton(self) -> Version | None:
-        """The Triton that compiled what was measured."""
+        """The version of the Triton that compiled the kernels that were measured."""
         return minor(self.versions.get("triton"))
 
     @property
     def identity(self) -> str:
-        """The call, the compiler and the machine, as text: a row replaces an older one of its identity."""
+        """Op, problem, Triton and machine as text; a row replaces an older one with the same identity."""
         return json.dumps([self.op, self.problem, self.triton, self.machine], sort_keys=True)
 
     def json(self) -> dict[str, Any]:
-        """The row as JSON knows it."""
+        """The row as a JSON object."""
         return asdict(self)
 
     @staticmethod
     def parse(value: Any) -> Row:
-        """The row in a JSON value. Raises `Unreadable` with the reason where it is not one."""
+        """Read a row from a JSON value; raise `Unreadable`, with the reason, if it is not one."""
         if not isinstance(value, dict):
             raise Unreadable(f"{brief(value)}, a row is an object")
         names = {f.name for f in fields(Row)}
@@ -93,9 +92,7 @@ class Row:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether a value is a text that can be shown: names and versions are, in verdicts and by `turnout
-    doctor`.
-    """
+    """Whether a value is a short printable text: verdicts and `turnout doctor` print names and versions."""
     return isinstance(value, str) and len(value) <= _MOST_CHARACTERS and value.isprintable()
 
 
@@ -132,7 +129,7 @@ _KINDS = {
 
 
 def brief(value: Any) -> str:
-    """A value in an error message: not all of a hundred thousand brackets."""
+    """Shorten a value for an error message: files may hold a hundred thousand brackets."""
     if isinstance(value, (dict, list)):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = str(value) if not isinstance(value, int) or value.bit_length() < 200 else "a huge number"
@@ -140,19 +137,14 @@ def brief(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text that any terminal can show: control characters, and bytes of a file name that is no text,
-    escaped.
-    """
+    """Escape what a terminal cannot show: control characters, and bytes of file names that are no text."""
     return "".join(
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )
 
 
 def decode(op: Op, problem: Mapping[str, Any]) -> Any:
-    """The problem in a row's JSON.
-
-    Raises `Unreadable` where fields are missing, unknown or of another type.
-    """
+    """Read a problem from a row's JSON; raise `Unreadable` if fields are missing, unknown or mistyped."""
     names = op.problem_type._fields
     if set(problem) != set(names):
         different = sorted(set(problem) ^ set(names))
@@ -165,7 +157,7 @@ def decode(op: Op, problem: Mapping[str, Any]) -> Any:
 
 
 def _decode(hint: Any, value: Any, where: str) -> Any:
-    """The value of a field whose type is `hint`."""
+    """Convert the JSON value of a field to its type, `hint`. `where` names the field in errors."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         choices = typing.get_args(hint)
         if value is None and type(None) in choices:
@@ -177,9 +169,8 @@ def _decode(hint: Any, value: Any, where: str) -> Any:
                 continue
         raise _misfit(where, value, hint)
     if typing.get_origin(hint) is typing.Literal:
-        if value not in typing.get_args(hint) or isinstance(value, bool) != isinstance(
-            typing.get_args(hint)[0], bool
-        ):
+        literals = typing.get_args(hint)
+        if value not in literals or isinstance(value, bool) != isinstance(literals[0], bool):
             raise _misfit(where, value, hint)
         return value
     if hint is torch.dtype:

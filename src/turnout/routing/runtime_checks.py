@@ -1,9 +1,9 @@
-"""What is asked in every call before a route runs: what the cache key of a call does not say.
+"""Check in every call, before a route runs, what the cache key of the call does not show.
 
-What only torch can handle is left to it: transforms, modes, subclasses, lazy negation and conjugation,
-tensors elsewhere (`fallback`). For routes that write, overlapping tensors go to the reference (`writing`).
-All of it is written
-out as code for the tensors of a call: a loop over them would take 30 ns more for each.
+Calls that only torch can handle go to plain PyTorch: transforms, modes, subclasses, lazy negation and
+conjugation, tensors on another device (`fallback`). Before a route writes, overlapping tensors go to the
+reference (`mutation`). The checks are generated as code for the tensors of a call: a loop over the tensors
+would take 30 ns more for each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, count_modes, functorch_level
-from turnout.routing.writing import Writes
+from turnout.routing.mutation import WriteChecks
 
 _KNOWN: dict[str, Any] = {
     "plain": PLAIN_TENSORS,
@@ -31,16 +31,16 @@ _KNOWN: dict[str, Any] = {
 
 
 class Form(NamedTuple):
-    """All that the code of these checks depends on. Tensors are given by their places among the arguments."""
+    """All that the generated code depends on. Tensors are given by their argument numbers."""
 
     op: str
     names: tuple[str, ...]
     tensors: tuple[int, ...]
-    elsewhere: str  # the question whether a tensor, "{x}", is on another device
+    elsewhere: str  # an expression that tells whether tensor "{x}" is on another device
     may_be_conjugate: bool
     minds_autocast: bool
     written: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...]  # one that is written and another one
+    pairs: tuple[tuple[int, int], ...]  # (a tensor that is written, another tensor)
 
 
 def with_runtime_checks(
@@ -53,10 +53,13 @@ def with_runtime_checks(
     failed: Callable[..., Any],
     *,
     minds_autocast: bool,
-    writes: Writes | None,
+    writes: WriteChecks | None,
 ) -> Callable[..., Any]:
-    """`run` as it is called, for arguments with the cache key of `example_args`; `reference` where tensors
-    overlap, `left_to_torch` where no route may run, `failed(failure, *args)` where it raises."""
+    """Put the checks in front of `run`, for calls with the cache key of `example_args`.
+
+    The result calls `left_to_torch` where no route may run, `reference` where tensors overlap, and otherwise
+    `run`; where that raises, `failed(failure, *args)`.
+    """
     tensors = tuple(i for i, x in enumerate(example_args) if isinstance(x, Tensor))
     device = example_args[tensors[0]].device
     form = Form(
@@ -70,12 +73,12 @@ def with_runtime_checks(
         () if writes is None else tuple((pair.written, pair.other) for pair in writes.pairs),
     )
     overlap, sizes = (None, [0] * len(names)) if writes is None else (writes.overlap, writes.bytes)
-    both = [number for size in sizes for number in (size, -size)]
-    return _maker(form)(run, reference, left_to_torch, failed, device, overlap, *both)
+    extents = [number for size in sizes for number in (size, -size)]
+    return _maker(form)(run, reference, left_to_torch, failed, device, overlap, *extents)
 
 
 def _elsewhere(device: torch.device) -> str:
-    """The cheapest question that tells whether a tensor is on another device."""
+    """The cheapest expression that tells whether tensor "{x}" is on another device."""
     if device.type == "cpu":
         return "not {x}.is_cpu"
     if device.type == "cuda" and torch.cuda.device_count() == 1:
@@ -85,7 +88,7 @@ def _elsewhere(device: torch.device) -> str:
 
 @functools.lru_cache(512)
 def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
-    """What makes functions of one form."""
+    """Generate a function that makes the checked functions of one form."""
     names, arguments = form.names, ", ".join(form.names)
     left = f"type({{x}}) not in plain or {form.elsewhere} or {{x}}.is_neg()"
     left += " or {x}.is_conj()" if form.may_be_conjugate else ""
@@ -111,7 +114,11 @@ def make(run, reference, left_to_torch, failed, device, overlap, {extents}):
 
 
 def _before_writing(form: Form) -> str:
-    """Overlap is left to the reference. So are tensors of inference mode outside it, which it refuses."""
+    """The code that runs before a route writes.
+
+    Where tensors overlap, the reference takes the call. It also takes tensors of inference mode outside of
+    that mode, to refuse them.
+    """
     names, arguments = form.names, ", ".join(form.names)
     meet = [
         f"{names[j]}_before < {names[j]}.data_ptr() - {names[i]}_at < {names[i]}_bytes" for i, j in form.pairs

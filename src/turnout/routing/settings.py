@@ -1,4 +1,4 @@
-"""What the user asked for: pins and the numerics level, per thread and per async task."""
+"""Settings of the user: pins and the numerics level, for each thread and async task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEVELS = ("exact", "close", "lossy")
 class Settings:
     """Pins (op to route) and the loosest numerics class that may be taken.
 
-    Equal settings are one object, so they hash at once.
+    Equal settings are one object, so that they hash fast in cache keys.
     """
 
     def __init__(self, pins: Mapping[str, str], numerics: str):
@@ -26,43 +26,46 @@ class Settings:
 
 
 class Asking(Settings):
-    """Settings of a call that is only asked about: its op says what it was given instead of running it."""
+    """Settings inside `asking`: a call of an op raises `Asked` with its arguments instead of running."""
 
 
 class Split(Settings):
-    """Settings inside a model that is split over ranks: each op asks `plan(op, args)` for what runs calls
-    like one that it has not seen, and runs it on this rank's part."""
+    """Settings inside a model that is split over ranks.
+
+    For a call that is not in the dispatch cache, the op asks `plan(op, args)` for the function that runs this
+    rank's part of such calls.
+    """
 
     def __init__(
         self, pins: Mapping[str, str], numerics: str, plan: Callable[[Any, tuple], Callable[..., Any]]
     ):
         super().__init__(pins, numerics)
         self.plan = plan
-        self._others: dict[tuple, Split] = {}
+        self._variants: dict[tuple, Split] = {}  # with the same plan, by pins and numerics level
 
     def with_choices(self, pins: Mapping[str, str], numerics: str) -> Split:
         """The same plan under other pins and another level. Equal ones are one object."""
         key = (tuple(sorted(pins.items())), numerics)
-        if key not in self._others:
-            self._others[key] = Split(pins, numerics, self.plan)
-            self._others[key]._others = self._others
-        return self._others[key]
+        if key not in self._variants:
+            self._variants[key] = Split(pins, numerics, self.plan)
+            self._variants[key]._variants = self._variants
+        return self._variants[key]
 
 
 class Asked(Exception):
-    """Ends a call that is only asked about, with the op and the arguments it was given."""
+    """Ends a call inside `asking`; `call` holds the op and the arguments of its reference."""
 
     def __init__(self, op: Any, args: tuple):
-        super().__init__(f"{op.name} was asked what it would do")
+        super().__init__(f"a call of {op.name} inside asking(), which runs nothing")
         self.call = op, args
 
 
-ROUTES: dict[str, Mapping[str, Any]] = {}  # of each op that is declared, by name
-PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of public functions, and of the ops they may call
+ROUTES: dict[str, Mapping[str, Any]] = {}  # the routes of each declared op, by the op's name
+PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of ops, by the public function that may call them
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
-_known: dict[tuple, Settings] = {}
-_MOST_KNOWN = 1024
+_interned: dict[tuple, Settings] = {}  # by pins and numerics level
+_MOST_INTERNED = 1024
 _lock = lock_across_forks()
 
 
@@ -92,11 +95,9 @@ def from_environment() -> Settings:
 def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
     key = (tuple(sorted(pins.items())), numerics)
     with _lock:
-        if (
-            len(_known) >= _MOST_KNOWN
-        ):  # settings that are in force go on, and are no longer one object with equal ones
-            _known.clear()
-        return _known.setdefault(key, Settings(pins, numerics))
+        if len(_interned) >= _MOST_INTERNED:
+            _interned.clear()  # settings in force stay valid; equal ones entered later are another object
+        return _interned.setdefault(key, Settings(pins, numerics))
 
 
 def _changed(now: Settings, pins: Mapping[str, str], numerics: str) -> Settings:
@@ -104,18 +105,17 @@ def _changed(now: Settings, pins: Mapping[str, str], numerics: str) -> Settings:
 
 
 def splitting() -> Any:
-    """The plan of the split model that is running in this thread; None where there is none."""
+    """The plan of the split model that runs in this thread; None outside of one."""
     now = entered.get()
     return now.plan if isinstance(now, Split) else None
 
 
-# A split model is not compiled from outside, so in a traced graph the answer is that of the time it was
-# traced.
+# Nobody compiles a split model from outside, so a traced graph may keep the answer from when it was traced.
 splitting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def plainly(now: Split) -> contextlib.AbstractContextManager[None]:
-    """The same pins and level without the split, for what every rank computes whole."""
+    """Inside this block: the same pins and level without the split, for what every rank computes whole."""
     return entering(_settings(now.pins, now.numerics))
 
 
@@ -126,23 +126,23 @@ def split_by(plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
 
 
 def check_level(level: str) -> str:
+    """Return a numerics level; raise ValueError if there is none of that name."""
     if level not in LEVELS:
         raise not_known("numerics level", level, LEVELS)
     return level
 
 
 def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
-    """Pins of public functions or ops as pins of ops. Raise unless every pinned op and route exists.
+    """Convert pins of public functions to pins of ops; raise ValueError unless every op and route exists.
 
-    A public function pins each op it may call that has the route; an op that is itself named comes before
-    that.
+    A public function pins each op it may call that has the route. A pin of the op itself takes precedence.
     """
     by_op: dict[str, str] = {}
     for name, route in sorted(pins.items(), key=lambda pin: pin[0] not in PINNED_TOGETHER):
         ops = PINNED_TOGETHER.get(name, (name,))
         if not all(op in ROUTES for op in ops):
             raise not_known("op", name, sorted({*ROUTES, *PINNED_TOGETHER}))
-        routes = dict.fromkeys(known for op in ops for known in (*ROUTES[op], "reference"))
+        routes = dict.fromkeys(name for op in ops for name in (*ROUTES[op], "reference"))
         if route not in routes:
             raise ValueError(f"op {name} has no route {route!r}; {one_of(route, routes)}")
         by_op.update({op: route for op in ops if route in (*ROUTES[op], "reference")})
@@ -151,7 +151,7 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def entering(settings: Settings) -> Iterator[None]:
-    """These settings for the length of a `with` block."""
+    """Inside this block these settings are in force."""
     token = entered.set(settings)
     try:
         yield
@@ -160,7 +160,10 @@ def entering(settings: Settings) -> Iterator[None]:
 
 
 def asking() -> contextlib.AbstractContextManager[None]:
-    """Inside this block a call of an op raises `Asked`. The settings are new: no remembered call has them."""
+    """Inside this block a call of an op raises `Asked`.
+
+    The settings are a new object, so that no call in a dispatch cache has them in its key.
+    """
     now = current()
     return entering(Asking(now.pins, now.numerics))
 

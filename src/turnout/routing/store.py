@@ -1,8 +1,7 @@
-"""Files with measured rows: read without trusting them, written so that nothing is ever half there.
+"""Read and write the files of measured rows: nothing in them is trusted, and no file is ever half written.
 
-JSON only. A file that cannot be used is a miss and one line of `turnout doctor`; it never raises, and reading
-it never
-waits: only plain files below 16 MiB are opened, and links are not followed.
+All of them are JSON. A file that cannot be read counts as absent and is listed by `turnout doctor`; it never
+raises. Reading never waits: only plain files below 16 MiB are opened, and links are not followed.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from turnout.routing.row import SCHEMA, Row, Unreadable, brief, printable
 
 SHIPPED = Path(__file__).parents[1] / "tables"
 LARGEST = 16 * 2**20  # bytes
-_ABANDONED = 3600  # seconds after which nobody writes a file any more
+_ABANDONED = 3600  # seconds after which a temporary file is taken to be left over
 
 
 class Loaded(NamedTuple):
-    """Rows that could be read, and one line for each thing that could not."""
+    """The rows that could be read, and a line for each row or file that could not."""
 
     rows: list[Row]
     problems: list[str]
@@ -97,7 +96,7 @@ def load_table(file: Path) -> Loaded:
 
 
 def read_json(file: Path) -> Any:
-    """What a file holds. Raises `Unreadable` for anything that is not a small plain file of JSON."""
+    """Read a JSON file; raise `Unreadable` for anything that is not a small plain file of JSON."""
     try:
         handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -124,7 +123,7 @@ def read_json(file: Path) -> Any:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. One that says two things under one name says nothing."""
+    """Make a JSON object of its pairs; raise `Unreadable` if two have the same name."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise Unreadable("an object with the same name twice")
@@ -132,7 +131,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def publish(row: Row, device: Device) -> Path | None:
-    """Keep a row for this machine. None, with a warning, where the folder cannot be written."""
+    """Write a row into this machine's folder, and return its file; None, with a warning, if that fails."""
     place = folder(device)
     name = hashlib.sha256(row.identity.encode()).hexdigest()[:16]
     file = place / f"{row.op}-{name}.json"
@@ -149,7 +148,7 @@ def publish(row: Row, device: Device) -> Path | None:
 
 
 def _delete_leftovers(place: Path) -> None:
-    """Delete what processes that were killed while they wrote have left, an hour later."""
+    """Delete temporary files of processes that were killed while writing, an hour later."""
     for part in place.glob(".*.part"):
         with contextlib.suppress(OSError):
             if time.time() - part.lstat().st_mtime > _ABANDONED:
@@ -157,10 +156,7 @@ def _delete_leftovers(place: Path) -> None:
 
 
 def export(rows: Iterable[Row], device: Device, path: Path) -> None:
-    """Write rows as a table to ship, one row a line so that a change reads well.
-
-    Other rows of the file stay.
-    """
+    """Write rows into a table to ship, one row a line so that diffs are readable; its other rows stay."""
     merged = {row.identity: row for row in (*load_table(path).rows, *rows)}
     head = json.dumps({"schema": SCHEMA, "device": device.name})[:-1]
     lines = ",\n".join(json.dumps(merged[key].json()) for key in sorted(merged))
@@ -169,10 +165,7 @@ def export(rows: Iterable[Row], device: Device, path: Path) -> None:
 
 
 def write_json(file: Path, value: Any) -> bool:
-    """Write a small file of turnout's own.
-
-    False where that cannot be: what it says is then found out again.
-    """
+    """Write a small JSON file, and return whether that worked: such files only save time later."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _write(file, json.dumps(value, indent=1))
@@ -182,7 +175,7 @@ def write_json(file: Path, value: Any) -> bool:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write a file in one step: whoever reads it, or interrupts this, finds the old or the new content."""
+    """Write a file in one step: readers see the old or the new content, also if this is interrupted."""
     with _temporary(file) as (handle, temporary):
         with os.fdopen(handle, "w", encoding="utf-8") as out:
             out.write(text)

@@ -1,9 +1,9 @@
-"""Measured times: rows shipped with the package, and those that `tune` made on this machine.
+"""Look up measured times: in the rows shipped with the package, and those that `tune` made on this machine.
 
 A row is a hint. It counts for the routes that still have the version and the kernels that were measured,
-offer the configuration, and do not refuse the call. Which torch, Triton or driver it was measured with does
-not matter to
-that: the verdict says it. Where a problem was measured with several Tritons, the nearest one counts.
+offer the configuration, and do not refuse the call. It counts whichever torch, Triton or driver it was
+measured with; the verdict names them. Where a problem was measured with several versions of Triton, the
+nearest counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
 
 
 class Measurement(typing.NamedTuple):
-    """Times of the routes that still are what was measured, in microseconds, and the best configuration of
-    each.
-    """
+    """The microseconds of each route whose row still counts, and its best configuration."""
 
     us: Mapping[str, float]
     config: Mapping[str, Mapping[str, Any]]
-    note: str
+    note: str  # where it was measured, and with which versions
 
 
 class Index(typing.NamedTuple):
@@ -54,7 +52,7 @@ class Table:
         self._indexes: dict[str, Index] = {}
 
     def lookup(self, op: Op, problem: Any) -> Measurement | None:
-        """Find this problem's measurement, or interpolate between the two nearest sizes of its family."""
+        """Find the measurement of a problem, or interpolate between the two nearest sizes of its family."""
         index = self.index(op)
         row = index.by_problem.get(problem)
         if row is not None:
@@ -71,21 +69,18 @@ class Table:
         a, b = (self._usable(op, problem, row, note, nearby=True) for row in (low_row, high_row))
         if a is None or b is None:
             return None
-        part = (math.log(size) - math.log(low)) / (
-            math.log(high) - math.log(low)
-        )  # sizes in a row may be huge
-        us = {name: a.us[name] ** (1 - part) * b.us[name] ** part for name in a.us.keys() & b.us.keys()}
-        return Measurement(us, a.config if part < 0.5 else b.config, note)
+        # By logarithms: sizes in a row may be too large for a float's division.
+        share = (math.log(size) - math.log(low)) / (math.log(high) - math.log(low))
+        us = {name: a.us[name] ** (1 - share) * b.us[name] ** share for name in a.us.keys() & b.us.keys()}
+        return Measurement(us, a.config if share < 0.5 else b.config, note)
 
     def has(self, op: Op, problem: Any) -> bool:
-        """Whether this very problem was measured, with the kernels as they are."""
+        """Whether exactly this problem was measured, with the kernels as they are now."""
         row = self.index(op).by_problem.get(problem)
         return row is not None and not any(stale_routes(op, row))
 
     def unusable(self, op: Op) -> int:
-        """How many rows of this machine say nothing of any route, though all routes still are what was
-        measured.
-        """
+        """How many rows of this machine count for no route, although all their kernels are unchanged."""
         return sum(self._is_unusable(op, problem, row) for problem, row in self.index(op).by_problem.items())
 
     def _is_unusable(self, op: Op, problem: Any, row: Row) -> bool:
@@ -97,7 +92,7 @@ class Table:
             return True
 
     def index(self, op: Op) -> Index:
-        """The rows of an op that can be read and were measured on a machine like this one."""
+        """The readable rows of an op that were measured on a machine like this one."""
         if op.name not in self._indexes:
             self._indexes[op.name] = self._make_index(op)
         return self._indexes[op.name]
@@ -131,18 +126,18 @@ class Table:
         return Index(by_problem, by_family)
 
     def _preference(self, row: Row) -> tuple:
-        """Larger for the row that says more about this device's Triton: the nearest version, of two the
-        newer.
-        """
+        """A sort key: larger for the row whose Triton is nearer to this device's, of two the newer."""
         measured, here = row.triton or (0, 0), self.device.triton
         return (0 if here is None else -abs(_ordinal(measured) - _ordinal(here)), measured)
 
     def _usable(
         self, op: Op, problem: Any, row: Row, note: str, *, nearby: bool = False
     ) -> Measurement | None:
-        """The part of a row that counts. For a problem nearby, or another Triton, a route's first
-        configuration stands in for one that it does not offer. None where the fastest route has changed
-        since: the times of the others say nothing of what is best now."""
+        """The part of a row that counts for a problem on this device.
+
+        For a problem nearby, or another Triton, a route's first configuration stands in for one that it does
+        not offer. None if the fastest route has changed since: the other times then do not tell what is best.
+        """
         stale = set(stale_routes(op, row))
         if min(row.us, key=row.us.__getitem__) in stale:
             return None
@@ -171,7 +166,7 @@ def _with(row: Row) -> str:
 
 
 def stale_routes(op: Op, row: Row) -> Iterator[str]:
-    """The routes of a row that are gone, or have another version or other kernels than were measured."""
+    """The routes of a row that no longer exist, or whose version or kernels are not those measured."""
     for name in row.us:
         route = op.routes.get(name)
         if name == REFERENCE:
@@ -185,7 +180,7 @@ def stale_routes(op: Op, row: Row) -> Iterator[str]:
 
 
 class Tables:
-    """All that was measured of use for one device: on this machine, before shipping, on a sibling."""
+    """The tables that count for one device: made on this machine, shipped for it, shipped for a sibling."""
 
     def __init__(self, device: Device):
         self.device = device
@@ -206,20 +201,21 @@ class Tables:
         )
 
     def lookup(self, op: Op, problem: Any) -> list[tuple[str, Measurement]]:
-        """What is known of this problem, strongest authority first."""
-        known = ((authority, table.lookup(op, problem)) for authority, table in self.authorities)
-        return [(authority, measurement) for authority, measurement in known if measurement is not None]
+        """The measurements of a problem, as (authority, measurement), strongest authority first."""
+        answers = ((authority, table.lookup(op, problem)) for authority, table in self.authorities)
+        return [(authority, measurement) for authority, measurement in answers if measurement is not None]
 
     def has(self, op: Op, problem: Any) -> bool:
-        """Whether this very problem was measured on such a device, here or before shipping."""
+        """Whether exactly this problem was measured on such a device, here or for a shipped table."""
         return self.here.has(op, problem) or self.shipped.has(op, problem)
 
     @staticmethod
     @functools.cache
     def for_device(device: Device) -> Tables:
+        """The tables of a device, read once until `forget_tables`."""
         return Tables(device)
 
 
 def forget_tables() -> None:
-    """Read every table anew at its next use."""
+    """Read every table again when it is next used."""
     Tables.for_device.cache_clear()

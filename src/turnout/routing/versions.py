@@ -1,4 +1,4 @@
-"""The software a timing depends on: what is installed, what is supported, what a card has."""
+"""Versions of the software that timings depend on: what is installed, and what is supported."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def triton() -> str | None:
     if spec is None or spec.origin is None or not Path(spec.origin).exists():
         return None
     text = Path(spec.origin).read_text(encoding="utf-8")
-    written = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
-    return written[1] if written else installed("triton")
+    match = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+    return match[1] if match else installed("triton")
 
 
 @functools.cache
 def driver() -> str | None:
-    """The version of NVIDIA's kernel driver, such as "580.159.04"; None where it does not say."""
+    """The version of NVIDIA's kernel driver, such as "580.159.04"; None if there is none to be read."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
-    written = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-    return written[1] if written else None
+    match = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
+    return match[1] if match else None
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def for_device(device_type: str) -> dict[str, str]:
 
 
 def in_words(versions: dict[str, str]) -> str:
-    """What a person needs to know of the versions a row was measured with.
+    """Write the versions that a person needs to know to judge a measured row.
 
     >>> in_words({"turnout": "0.1.0", "torch": "2.11.0+cu130", "triton": "3.6.0", "driver": "580.159"})
     'torch 2.11.0, triton 3.6.0'
@@ -96,16 +96,16 @@ def in_words(versions: dict[str, str]) -> str:
 
 
 def refuse_unsupported() -> None:
-    """Raise ImportError where torch or Triton are older than supported.
+    """Raise ImportError if torch or Triton is older than supported.
 
-    Newer ones are tried: `doctor` says so.
+    Newer versions are tried, and `doctor` warns about them.
     """
     for name, version, (oldest, newest) in (
         ("torch", torch.__version__, TORCH),
         ("triton", triton(), TRITON),
     ):
-        known = minor(version)
-        if known is not None and known < oldest:
+        installed_minor = minor(version)
+        if installed_minor is not None and installed_minor < oldest:
             least, most = (".".join(map(str, limit)) for limit in (oldest, newest))
             raise ImportError(
                 f"turnout: {name} {version} is installed, {name} {least} or newer is needed "

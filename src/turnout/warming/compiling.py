@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,11 @@ from turnout.warming.worker import Answer, Request
 # The parent's own path: a user's program may have changed it, and its main module is not to be imported
 # again.
 _START = "import sys; sys.path[:] = sys.argv[1:]; from turnout.warming.worker import main; main()"
-_MEMORY = (
-    2**30
-)  # bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
+# bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
+_MEMORY = 2**30
 _PATIENCE = 5.0  # seconds
+_LONGEST_WAIT = 600.0  # seconds, for another process of this user to have compiled
+_one_thread = threading.RLock()
 
 
 def most_jobs() -> int:
@@ -44,6 +47,8 @@ class Compiler:
     def __init__(self) -> None:
         self.said = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if "triton" in sys.modules:  # the folder may have been set in the program
+            environment["TRITON_CACHE_DIR"] = sys.modules["triton"].knobs.cache.dir
         command = [sys.executable, "-c", _START, *filter(None, sys.path), os.getcwd()]
         self.process = subprocess.Popen(
             command,
@@ -74,12 +79,17 @@ class Compiler:
         self.process.stdout.close()
         self.said.close()
 
-    def answers(self, specs: list[Spec], device: Device, *, check: bool, jobs: int) -> Iterator[Answer | int]:
-        """What became of each kernel, and how many of them are missing, told as soon as that is known."""
+    def answers(
+        self, specs: list[Spec], device: Device, *, jobs: int, fewest: int | None = 1
+    ) -> Iterator[Answer | int]:
+        """What became of each kernel, and how many of them are missing, told as soon as that is known.
+
+        fewest: how many must be missing for any to be compiled; None: only look.
+        """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            pickle.dump(Request(specs, device, check, jobs), self.process.stdin)
+            pickle.dump(Request(specs, device, jobs, fewest), self.process.stdin)
             self.process.stdin.flush()
             while (answer := pickle.load(self.process.stdout)) is not None:
                 yield answer
@@ -89,6 +99,43 @@ class Compiler:
             said = self.said.read().decode(errors="replace").strip().splitlines()
             last = said[-1] if said else f"status {self.process.returncode}"
             raise RuntimeError(f"the process that compiles has ended: {last}") from failure
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """While this is entered, no other thread is inside, and no other process of this user on this machine.
+
+    So the ranks of a program do not compile the same kernels at once, each on all cores: what the first has
+    compiled, the others find. Where there is nothing to lock, or after a long wait, it is entered all the
+    same.
+    """
+    with _one_thread, contextlib.ExitStack() as entered:
+        with contextlib.suppress(OSError, ImportError):
+            entered.enter_context(_locked(Path(tempfile.gettempdir()) / f"turnout-warm-{os.getuid()}.lock"))
+        yield
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import fcntl  # not on every system
+
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        end = time.monotonic() + _LONGEST_WAIT
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)  # so that Ctrl-C is heard
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a process that was forked meanwhile has the file open too
+    finally:
+        os.close(file)
 
 
 def can_compile() -> bool:

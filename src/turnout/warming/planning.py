@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from turnout.launch.ahead import Spec, specs_of
 from turnout.launch.pretended import NeedsValuesError, Pretended, on_card
 from turnout.launch.recording import Launch, recorded
-from turnout.models import accelerate
-from turnout.models.patch import patched
 from turnout.routing.device import Device, planning_calls
 from turnout.routing.fallback import PLAIN_TENSORS
 
@@ -53,8 +51,8 @@ def specs_of_call(
 ) -> list[Spec]:
     """What `call(*args, **kwargs)` would launch on a device, each once. Nothing that is handed in changes.
 
-    call: a model, a method of one, or a function that uses some. Models that are not accelerated are copied
-    and accelerated; `prepare` is called with each copy first.
+    call: a model, a method of one, or a function that uses some. Models are copied, as they are;
+    `prepare` is called with each copy.
     """
     with planning(device) as launches:
         moved: dict[int, Any] = {}
@@ -105,7 +103,30 @@ def _moved(value: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
         return type(value)(_moved(x, moved, prepare) for x in value)
     if type(value) is dict:
         return {name: _moved(x, moved, prepare) for name, x in value.items()}
-    return value
+    if not _holds_state(value):
+        return value
+    moved.update({id(x): _moved_tensor(x) for x in _tensors_in(value, set()) if id(x) not in moved})
+    return copy.deepcopy(value, moved)
+
+
+def _holds_state(value: Any) -> bool:
+    """Whether a call may write to a value that is no tensor and no container: a cache of keys and values."""
+    return isinstance(getattr(value, "__dict__", None), dict) and not (
+        callable(value) or isinstance(value, types.ModuleType | torch.Generator)
+    )
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that an object holds, or others that it holds do."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        inside = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        )
+        for x in (*inside, *(vars(value).values() if _holds_state(value) else ())):
+            yield from _tensors_in(x, seen)
 
 
 def _moved_tensor(x: Tensor) -> Tensor:
@@ -125,6 +146,4 @@ def _moved_model(model: nn.Module, moved: dict[int, Any], prepare: Prepare) -> n
         )
     made = copy.deepcopy(model, moved)
     prepare(made)
-    if not any(patched(module) for module in made.modules()):
-        accelerate(made)
     return made

@@ -1,4 +1,4 @@
-"""`turnout.warm`: compile all that a call will launch, and say what became of it."""
+"""Compile launches, and say what became of each."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from turnout.launch.ahead import Spec
 from turnout.routing import versions
 from turnout.routing.device import Device, with_software_here
-from turnout.warming.compiling import Compiler, can_compile, most_jobs
-from turnout.warming.planning import specs_of_call
+from turnout.warming.compiling import Compiler, can_compile
 from turnout.warming.worker import Answer as Kernel
 
 Progress = Callable[[int, int, str], object]
@@ -59,74 +56,25 @@ class Warmed:
         return "\n".join(lines)
 
 
-def warm(
-    call: Callable[..., Any],
-    *args: Any,
-    device: str | Device | None = None,
-    dtype: torch.dtype | None = None,
-    jobs: int | None = None,
-    check: bool = False,
-    progress: Progress | None = None,
-    **kwargs: Any,
-) -> Warmed:
-    """Compile every kernel that `call(*args, **kwargs)` launches on a card, all together, into Triton's
-    cache.
-
-    Nothing runs, and no GPU is needed: the call is planned on tensors without memory, and its kernels are
-    compiled in processes of their own. The first call on such a card, with the same software and the same
-    cache folder (`TRITON_CACHE_DIR`), then compiles nothing.
-
-    call: a model, a method of one (`vae.decode`), or a function that uses some. A model that is not
-    accelerated is taken as it would be accelerated; the model itself is not changed. args: tensors of the
-    sizes and dtypes to come, on any device, "meta" included. device: the card by name ("h200"); default: the
-    one that is here. dtype: what models and floating-point arguments are cast to first. jobs: processes at a
-    time; default: one for each core.
-    check: only say what is missing. progress: called with how many are done, how many there are, and a name.
-
-    What depends on values cannot be found ahead: a call that looks at a tensor on the card (`.item()`, a mask
-    of lengths) raises `NeedsValuesError`, a RuntimeError.
-
-    >>> import torch, turnout
-    >>> norm = torch.nn.GroupNorm(8, 64)
-    >>> found = turnout.warm(norm, torch.empty(1, 64, 64, 64), device="h200", check=True)
-    >>> found.device
-    'NVIDIA H200'
-    """
-    begun = time.perf_counter()
-    card, jobs = card_named(device), check_jobs(most_jobs() if jobs is None else jobs)
-
-    def prepare(model: nn.Module) -> None:
-        if dtype is not None:
-            nn.Module.to(model, dtype)
-
-    with Compiler() as compiler:
-        cast = [
-            x.to(dtype) if dtype is not None and isinstance(x, Tensor) and x.is_floating_point() else x
-            for x in args
-        ]
-        specs = specs_of_call(call, tuple(cast), kwargs, card, prepare)
-        return compile_specs(compiler, specs, card, jobs=jobs, check=check, progress=progress, begun=begun)
-
-
 def compile_specs(
     compiler: Compiler,
     specs: list[Spec],
     card: Device,
     *,
     jobs: int,
-    check: bool,
+    fewest: int | None = 1,
     progress: Progress | None,
     begun: float,
 ) -> Warmed:
-    """Look up launches, and compile those that are missing."""
+    """Look up launches, and compile those that are missing if they are `fewest` at least; None: only look."""
     kernels: list[Kernel] = []
     done, missing = 0, 0
-    for answer in compiler.answers(specs, card, check=check, jobs=jobs) if specs else ():
+    for answer in compiler.answers(specs, card, jobs=jobs, fewest=fewest) if specs else ():
         if isinstance(answer, int):
             missing = answer
         else:
             kernels.append(answer)
-        if progress is not None and not check:
+        if progress is not None and fewest is not None and missing >= fewest:
             done += not isinstance(answer, int) and missing > 0
             progress(done, missing, "" if isinstance(answer, int) else answer.name)
     return Warmed(card.name, tuple(kernels), jobs, time.perf_counter() - begun)

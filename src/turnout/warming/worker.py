@@ -24,12 +24,13 @@ from turnout.routing.failures import in_words
 
 
 class Request(NamedTuple):
-    """The launches, the device, whether only to look for them, and how many processes may compile."""
+    """The launches, the device, how many processes may compile, and how many kernels must be missing for
+    that to be worth it; None: only look for them."""
 
     specs: list[Spec]
     device: Device
-    check: bool
     jobs: int
+    fewest: int | None
 
 
 class Answer(NamedTuple):
@@ -63,7 +64,10 @@ def main() -> None:
     for answer in _look_up_all(request, missing):
         _tell(answers, answer)
     _tell(answers, len(missing))
-    if not request.check:
+    if request.fewest is None or len(missing) < request.fewest:
+        for task in missing:
+            _tell(answers, Answer(task.spec.name, "missing"))
+    else:
         missing.sort(key=lambda task: -task.size)  # the longest first, so that none is left alone at the end
         run = _in_processes if hasattr(os, "fork") else _one_by_one
         for answer in run(missing, request.device, request.jobs, requests):
@@ -92,8 +96,6 @@ def _look_up_all(request: Request, missing: list[_Task]) -> Iterator[Answer]:
             yield Answer(spec.name, "cached")
         else:
             missing.append(_Task(spec, found.size))
-            if request.check:
-                yield Answer(spec.name, "missing")
 
 
 def _compiled(spec: Spec, device: Device) -> Answer:
