@@ -100,8 +100,11 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
         weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem)))
     )
     seconds = costs.channels_last_cost(filters, device)
-    on_cpu = device.type == "cpu"
-    prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
+    if device.type == "cpu":
+        fitted = device.fitted("convolution.methods")
+        prepared = fitted.phases_start + prod(filters.weight) * fitted.phases_weight
+    else:
+        prepared = 5 * costs.launch(device)
     return (
         None
         if seconds is None
