@@ -2,8 +2,11 @@
 may have changed.
 """
 
+import copy
 import gc
+import os
 import statistics
+import sys
 import time
 from dataclasses import replace
 
@@ -154,6 +157,102 @@ def test_knowing_takes_the_host_little(op):
     assert us(layer) - us(stock) < 3
 
 
+def python_calls(run, *args):
+    """How many functions of Python a call enters, and how many of them are turnout's."""
+    every, ours = 0, 0
+
+    def count(frame, event, _):
+        nonlocal every, ours
+        if event == "call":
+            every += 1
+            ours += f"{os.sep}turnout{os.sep}" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        run(*args)
+    finally:
+        sys.setprofile(None)
+    return every, ours
+
+
+@every
+@pytest.mark.parametrize("numerics", [None, "close"])
+@torch.no_grad()
+def test_model_of_small_layers_takes_no_more_steps_than_stock(op, numerics):
+    """Counted, not timed: once a layer has learned that its calls are torch's, it enters no more functions of
+    Python than torch's layer does (a group norm: one more; held to a level: five more)."""
+    make, shape = LAYERS[op]
+    stock, model = (nn.Sequential(*(make() for _ in range(10))).eval() for _ in range(2))
+    x = torch.randn(shape)
+    report = turnout.accelerate(model, numerics=numerics)
+    for _ in range(2):
+        model(x)
+    (expected, none), (taken, ours) = python_calls(stock, x), python_calls(model, x)
+    assert none == 0
+    layers = len(report.patched)
+    assert layers == 10
+    if numerics is None:
+        assert 0 < ours <= 3 * layers
+        assert taken <= expected + layers * (op == "group_norm_silu")
+    else:
+        assert taken <= expected + 5 * layers
+
+
+def a_weight_beside_the_parameters(layer):
+    layer.__dict__["weight"] = 2 * layer.weight.detach()
+
+
+def another_convolution(layer):
+    convolve = layer._conv_forward
+    layer._conv_forward = lambda x, weight, bias: 3 * convolve(x, weight, bias)
+
+
+def a_parametrisation(layer):
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+
+
+def another_padding(layer):
+    layer.padding_mode, layer._reversed_padding_repeated_twice = "circular", [1, 1, 1, 1]
+
+
+def without_a_bias(layer):
+    layer.bias = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [a_weight_beside_the_parameters, another_convolution, a_parametrisation, another_padding, without_a_bias],
+)
+@torch.no_grad()
+def test_layer_that_has_learned_sees_what_is_done_to_it(change):
+    stock = nn.Conv2d(4, 4, 1).eval()
+    layer = copy.deepcopy(stock)
+    x = torch.randn(1, 4, 2, 2)
+    turnout.accelerate(layer)
+    before = layer(x)
+    assert worth.is_torch(layer, OPS["conv2d"], x)
+    change(layer)
+    change(stock)
+    assert not torch.equal(layer(x), before)
+    assert torch.equal(layer(x), stock(x))
+
+
+@torch.no_grad()
+def test_layer_whose_forward_was_replaced_before_is_routed_where_that_calls_it():
+    layer = nn.Conv2d(4, 4, 1).eval()
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) + 1
+    x = torch.randn(1, 4, 2, 2)
+    expected = layer(x)
+    assert len(turnout.accelerate(layer).patched) == 1
+    assert torch.equal(layer(x), expected)
+    assert worth.is_torch(layer, OPS["conv2d"], x)
+
+
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
@@ -176,9 +275,9 @@ def test_attention_that_is_torchs_runs_the_stock_code(monkeypatch):
     expected = Attends.forward(layer, x)
     for _ in range(3):
         torch.testing.assert_close(layer(x), expected)
-    kind = worth.kind_of_call((x,), {})
-    assert worth.knows(layer, OPS["attention"], kind)
-    assert not worth.knows(layer, OPS["attention"], worth.kind_of_call((x[:1],), {}))
+    assert worth.knows_call(layer, OPS["attention"], (x,), {})
+    assert python_calls(layer, x)[1] <= 3  # one of the layer, two to see whether it knows
+    assert not worth.knows_call(layer, OPS["attention"], (x[:1],), {})
     with counted_calls() as count:  # whoever watches sees it
         layer(x)
     assert count["attention"] == 1

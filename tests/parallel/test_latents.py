@@ -234,3 +234,13 @@ def test_rooms():
     assert latents.frames_at_once(4, 100.0, 1000.0) == 4
     assert latents.frames_at_once(4, 100.0, 350.0) == 3
     assert latents.frames_at_once(4, 100.0, 0.0) == 1
+
+
+def test_rooms_of_wan_at_480_x_832():
+    """Four latents up to 120 x 208, four frames (of two pieces) at 240 x 416, two at the full size."""
+    pixels = 60 * 104
+    room = 2 * 64 * pixels * 96
+    per_latent = {"60 x 104": pixels * 384, "120 x 208": 2 * 4 * pixels * 384}
+    per_piece = {"240 x 416": 2 * 16 * pixels * 192, "480 x 832": 2 * 64 * pixels * 96}
+    assert [latents.frames_at_once(4, size, room) for size in per_latent.values()] == [4, 4]
+    assert [latents.frames_at_once(4, size, room) for size in per_piece.values()] == [2, 1]

@@ -33,6 +33,8 @@ from torch._guards import TracingContext
 from turnout.models.bare import Inside, is_bare
 from turnout.routing import settings
 
+is_compiling = torch.compiler.is_compiling
+
 
 class Patch(NamedTuple):
     """What a patched instance is: its own class, the adapter in front of it, the numerics level its calls are
@@ -286,8 +288,17 @@ def _seen_as(stock: Any, method: Any) -> Any:
 
 def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with settings.numerics(level):
+        if is_compiling():
+            with settings.numerics(level):
+                return method(*args, **kwargs)
+        now = settings.current()
+        if now.numerics == level:
             return method(*args, **kwargs)
+        token = settings.entered.set(settings.at_level(now, level))
+        try:
+            return method(*args, **kwargs)
+        finally:
+            settings.entered.reset(token)
 
     return run
 

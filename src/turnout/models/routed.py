@@ -20,6 +20,8 @@ from turnout.models.patch import Adapter
 from turnout.models.rebinding import Rebinder, Rebound, is_library, names_in
 from turnout.ops.attention import ATTENTION
 
+is_traced = torch.compiler.is_dynamo_compiling
+
 
 def _instead(name: str, value: Any) -> Any:
     """Our function in place of torch's, or of whatever stands in torch's place: ours then calls that one."""
@@ -122,11 +124,9 @@ class Routed(Adapter):
 
     def _routed_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
         rebound = self._turnout_rebound
-        if torch.compiler.is_compiling():
+        if is_traced() or worth.knows_call(self, ATTENTION, args, kwargs) or torch.compiler.is_compiling():
             return rebound.stock(self, *args, **kwargs)
         kind = worth.kind_of_call(args, kwargs)
-        if worth.knows(self, ATTENTION, kind):
-            return rebound.stock(self, *args, **kwargs)
         if not rebound.is_current():
             _followed.cache_clear()
             rebound = _install(type(self))

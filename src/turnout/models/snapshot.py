@@ -10,7 +10,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -77,6 +77,7 @@ class ModelSnapshot:
         self.watched_names, self.watched = [name for name, _ in watched], [x for _, x in watched]
         self.versions = self._versions()
         if self.state is not None:
+            self.inside = _Dicts([*self.child_dicts, *self.tensor_dicts])
             self.hook_dicts = [x for m in self.modules for x in (m._forward_pre_hooks, m._forward_hooks)]
             self.with_address = [x for x in self.watched if type(x) in PLAIN_TENSORS]
             self.addresses, self.hooks, self.forwards = self._addresses(), self._hooks(), self._forwards()
@@ -106,16 +107,13 @@ class ModelSnapshot:
         """Whether nothing at all has been touched."""
         model, state = self._model(), self.state
         assert state is not None
-        tensors = list(_everything(map(dict.values, self.tensor_dicts)))
         return (
             all(
                 getattr(model, name, None) is part for part, name in zip(self.parts, self._parts, strict=True)
             )
             and type(model) is self.model_class
             and list(map(type, self.modules)) == self.classes
-            and list(_everything(map(dict.values, self.child_dicts))) == self.children
-            and len(tensors) == len(self.tensors)
-            and all(map(operator.is_, tensors, self.tensors))
+            and self.inside.are_same()
             and state.is_same()
             and self._versions() == self.versions
             and self._addresses() == self.addresses
@@ -242,6 +240,54 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 _MOST_HELD = 100_000  # containers and objects
 
 
+class _Dicts:
+    """Some dictionaries, and what they held.
+
+    Their versions tell at a fourth of the time that none was written to: torch.compile's guards ask CPython
+    for those. Where there are none, or one has changed, the values are compared.
+    """
+
+    def __init__(self, dicts: Iterable[dict]):
+        self.dicts = list(dicts)
+        self._versions = self._written()
+        self._values = self._held()
+
+    def are_same(self, *, by_value: bool = False) -> bool:
+        """Whether they hold the very same objects, or, `by_value`, objects that equal them."""
+        versions = self._written()  # before the values are looked at
+        if versions is not None and versions == self._versions:
+            return True
+        held = self._held()
+        if len(held) == len(self._values) and all(map(operator.is_, held, self._values)):
+            self._versions = versions
+            return True
+        return by_value and held == self._values
+
+    def _held(self) -> list[Any]:
+        return list(_everything(map(dict.values, self.dicts)))
+
+    def _written(self) -> list[int] | None:
+        version_of = _version_of_dicts()
+        return None if version_of is None else list(map(version_of, self.dicts))
+
+
+@functools.cache
+def _version_of_dicts() -> Callable[[dict], int] | None:
+    """A number of a dictionary that is another one once it was written to; None where this torch or this
+    Python has none."""
+    try:
+        from torch._C._dynamo.guards import dict_version  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        probe: dict[str, object] = {"a": 1}
+        seen = [dict_version(probe), dict_version(probe)]
+        for change in (lambda: probe.update(a=2), lambda: probe.update(b=3), lambda: probe.pop("a")):
+            change()
+            seen.append(dict_version(probe))
+    except (ImportError, RuntimeError, TypeError):
+        return None
+    return dict_version if seen[0] == seen[1] and len(set(seen)) == len(seen) - 1 else None
+
+
 class _State:
     """Every attribute of some modules, and what they lead to.
 
@@ -271,7 +317,7 @@ class _State:
         del self._held[id(model)]  # the model holds this
         self._classes = [cls for cls in classes if "forward" in dir(cls) or "__call__" in dir(cls)]
         self._entries = self._entry_points()
-        self._values = list(_everything(map(dict.values, self._dicts)))
+        self._attributes = _Dicts(self._dicts)
         self._elements = list(_everything(self._lists))
 
     def is_same(self) -> bool:
@@ -279,7 +325,7 @@ class _State:
         # Lists compare by identity first, and then ask the values, of which some raise or are no truth.
         try:
             return (
-                list(_everything(map(dict.values, self._dicts))) == self._values
+                self._attributes.are_same(by_value=True)
                 and list(_everything(self._lists)) == self._elements
                 and self._entry_points() == self._entries
             )

@@ -374,7 +374,7 @@ def _growth(part: Any) -> float:
     if hasattr(part, "resnets"):
         return prod(map(_growth, [*part.resnets, *_upsamplings(part)]))
     if hasattr(part, "conv1"):
-        return _more_channels(part.conv1)
+        return max(1.0, _more_channels(part.conv1))
     return _growth_in_time(part) * _growth_in_space(part)
 
 
@@ -383,11 +383,11 @@ def _growth_in_time(resample: Any) -> float:
 
 
 def _growth_in_space(resample: Any) -> float:
-    return 4 * _more_channels(resample.resample[1])
+    return max(1.0, 4 * _more_channels(resample.resample[1]))
 
 
 def _more_channels(conv: Any) -> float:
-    return max(1.0, conv.weight.shape[0] / conv.weight.shape[1])
+    return conv.weight.shape[0] / conv.weight.shape[1]
 
 
 def _upsamplings(block: Any) -> list[Any]:

@@ -2,13 +2,11 @@
 
 To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that,
 by the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its
-later
-calls like that one: what a layer has learned is a comparison away, 0.6 to 0.9 us. Nothing is measured at run
-time.
+later calls like that one. What a layer has learned is a comparison away, and its own code gives the host the
+time for that back (`layers`): it takes no longer than torch's layer. Nothing is measured at run time.
 
 What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is
-forgotten
-with the choices of the op: a table changed, a route failed, somebody watches the calls.
+forgotten with the choices of the op: a table changed, a route failed, somebody watches the calls.
 """
 
 from __future__ import annotations
@@ -91,15 +89,15 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
     return not pays
 
 
-def knows(layer: Any, op: Op, kind: tuple) -> bool:
-    """As `is_torch`, for a kind of call."""
+def knows_call(layer: Any, op: Op, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether it was remembered of a layer that such calls are torch's."""
     learned = _learned.get(id(layer))
     return (
         learned is not None
-        and kind in learned.torchs
-        and op.dispatch_cache.get(_WORTH) is learned.mark
+        and op.dispatch_cache.get(_WORTH) is learned.mark  # pyright: ignore[reportArgumentType, reportCallIssue]
         and op.call is learned.call
-    )  # pyright: ignore[reportArgumentType, reportCallIssue]
+        and kind_of_call(args, kwargs) in learned.torchs
+    )
 
 
 def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
@@ -117,11 +115,15 @@ def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """What the choices inside a layer follow from, nearly: the shapes of tensors, and which arguments there
     are.
     """
-    given = (*args, *kwargs.values())
-    shapes = [x.shape if type(x) in _PLAIN else type(x) for x in given]
-    x = given[0] if given else None
-    first = (x.dtype, x.get_device()) if isinstance(x, Tensor) else ()
-    return (*shapes, *kwargs, *first, _grad_enabled(), autocasting(), _entered())
+    kind: list[Any] = [_grad_enabled(), autocasting(), _entered(), *kwargs]
+    first = None
+    for x in (*args, *kwargs.values()):  # not a comprehension, which is a call
+        if type(x) in _PLAIN:
+            first = x if first is None else first
+            kind.append(x.shape)
+        else:
+            kind.append(type(x))
+    return (*kind,) if first is None else (*kind, first.dtype, first.get_device())
 
 
 def _pays(op: Op, lowered: tuple) -> bool:

@@ -49,15 +49,15 @@ def fresh_strides(x: Tensor) -> tuple[int, ...]:
 
 def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     """y in x's memory format, without gaps; y itself where it has that already."""
-    like = torch.empty_like(x)
-    if y.stride() == like.stride():
+    fresh = torch.empty_like(x)
+    if y.stride() == fresh.stride():
         return y
-    return y.new_empty_strided(like.shape, like.stride()).copy_(y)  # made from y: vmap may batch y alone
+    return y.new_empty_strided(fresh.shape, fresh.stride()).copy_(y)  # of y's kind: vmap may batch y alone
 
 
-def side_by_side(*given: Tensor | None) -> tuple[Tensor | None, ...]:
+def side_by_side(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
     """Weights as kernels read them, without gaps."""
-    return tuple([None if t is None else t.contiguous() for t in given])
+    return tuple([None if t is None else t.contiguous() for t in weights])
 
 
 def misaligned(*tensors: Tensor | None) -> int:

@@ -23,6 +23,7 @@ class Settings:
 
     def __init__(self, pins: Mapping[str, str], numerics: str):
         self.pins, self.numerics = dict(pins), numerics
+        self.levels: dict[str, Settings] = {}  # these settings at other levels, see `at_level`
 
 
 class Asking(Settings):
@@ -123,6 +124,11 @@ def split_by(plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
     """The settings in force now, split by this plan."""
     now = current()
     return Split(now.pins, now.numerics, plan)
+
+
+def at_level(now: Settings, level: str) -> Settings:
+    """The same settings at another level, looked up: layers that are held to a level ask at every call."""
+    return now.levels.get(level) or now.levels.setdefault(level, _changed(now, now.pins, level))
 
 
 def check_level(level: str) -> str:

@@ -280,14 +280,14 @@ def arguments(
     if scale is None:
         scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     ends: Tensor | None = None
-    known: list[int] = []
+    lengths: list[int] = []
     if kv_lengths is not None:
-        ends, known = padding.pairs(kv_lengths, q.shape[0], k.shape[2])
+        ends, lengths = padding.pairs(kv_lengths, q.shape[0], k.shape[2])
     elif mask is not None and not mask.requires_grad:
-        found = padding.of_mask(mask, q.shape[0], k.shape[2])
-        if found is not None:
-            mask, known = None, found
-    return q, k, v, mask, causal, scale, ends, known
+        masked_lengths = padding.of_mask(mask, q.shape[0], k.shape[2])
+        if masked_lengths is not None:
+            mask, lengths = None, masked_lengths
+    return q, k, v, mask, causal, scale, ends, lengths
 
 
 ATTENTION = Op(

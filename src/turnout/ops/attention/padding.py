@@ -38,15 +38,15 @@ def pairs(kv_lengths: Any, batch: int, keys: int) -> tuple[Tensor | None, list[i
                 f"kv_lengths are {str(kv_lengths.dtype).removeprefix('torch.')}, "
                 "they need to be int32 or int64"
             )
-        known = _values(kv_lengths, Tensor.tolist)
-        if known is None:
+        values = _values(kv_lengths, Tensor.tolist)
+        if values is None:
             both = (
                 kv_lengths
                 if kv_lengths.dim() == 2
                 else torch.stack([kv_lengths, torch.zeros_like(kv_lengths)], 1)
             )
             return both.contiguous(), []
-        kv_lengths = known
+        kv_lengths = values
     if len(kv_lengths) != batch:
         raise ValueError(
             f"kv_lengths has {len(kv_lengths)} entries, it needs one for each of {batch} batch elements"

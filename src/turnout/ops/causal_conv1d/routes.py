@@ -15,6 +15,7 @@ from turnout.ops.causal_conv1d import CAUSAL_CONV1D, CausalConv1d, channel_last,
 from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
+from turnout.routing.configured import configured
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -167,6 +168,7 @@ def channel_last_configs(problem: CausalConv1d, device: Device) -> list[Config]:
 
 
 def with_states(
+    main: Callable[..., Launch],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -175,13 +177,13 @@ def with_states(
     cu_seqlens: Tensor | None,
     initial_states: Tensor | None,
     return_final_states: bool,
-    main: Callable[[Tensor | None, Tensor | None, Tensor], Launch],
+    **config: int,
 ) -> LaunchPlan:
-    """The main kernel, then what happens at the ends of sequences."""
-    y = empty_dense(x, channel_last(x))
+    """The main kernel, `launches.rows` or `launches.cols`, then what happens at the ends of sequences."""
+    y, silu = empty_dense(x, channel_last(x)), activation == "silu"
     bias = None if bias is None else bias.contiguous()
     seg, fill = launches.segments(seq_idx, cu_seqlens, x.shape[2])
-    every = [*fill, main(bias, seg, y)]
+    every = [*fill, main(x, weight, bias, seg, y, silu, **config)]
     final = x.new_empty(0)
     if return_final_states:
         sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -189,106 +191,55 @@ def with_states(
     if (initial_states is not None or return_final_states) and weight.shape[1] > 1:
         own = None if cu_seqlens is not None else seg
         left = final if return_final_states else None
-        every.append(
-            launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, activation == "silu")
-        )
+        every.append(launches.edges(x, weight, bias, own, cu_seqlens, initial_states, y, left, silu))
     return LaunchPlan(tuple(every), (y, final), (Workspace(seg),) if seg is not None and fill else ())
 
 
 # The rows kernel takes any strides too, one element at a time.
 ALONG_ROWS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("rows", "edges", "segments")]
 DOWN_COLUMNS = [f"turnout.ops.causal_conv1d.kernels:{name}" for name in ("cols", "edges", "segments")]
-ON_CPU: Any = {
-    "numerics": "close",
-    "version": 1,
-    "kernels": [f"turnout.ops.causal_conv1d.cpu_kernels:{name}" for name in ("rows", "cols", "finals")],
-}
-
-
-@CAUSAL_CONV1D.route(
-    "strided",
-    refuses=refuses_on_gpu,
-    cost=gpu_cost("strided"),
-    configs=strided_configs,
-    prepare=prepare_from_plan,
-    numerics="close",
-    version=1,
-    kernels=ALONG_ROWS,
+PLANNED: Any = {"prepare": prepare_from_plan, "numerics": "close", "version": 1}
+along_rows = runs_plan(
+    configured(functools.partial(with_states, launches.rows), {"channels": 1, "vectors": 256, "warps": 4})
 )
-@CAUSAL_CONV1D.route(
+down_columns = runs_plan(
+    configured(
+        functools.partial(with_states, launches.cols),
+        {"groups": 4, "rows": 8, "steps": 1, "channels": 256, "warps": 4},
+    )
+)
+
+CAUSAL_CONV1D.route(
     "channel-first",
     refuses=refuses_channel_first,
     cost=gpu_cost("channel_first"),
     configs=channel_first_configs,
-    prepare=prepare_from_plan,
-    numerics="close",
-    version=1,
     kernels=ALONG_ROWS,
-)
-@runs_plan
-def along_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    *,
-    channels: int = 1,
-    vectors: int = 256,
-    warps: int = 4,
-) -> LaunchPlan:
-    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
-        return launches.rows(x, weight, bias, seg, y, activation == "silu", channels, vectors, warps)
-
-    return with_states(
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main
-    )
-
-
-@CAUSAL_CONV1D.route(
+    **PLANNED,
+)(along_rows)
+CAUSAL_CONV1D.route(
+    "strided",
+    refuses=refuses_on_gpu,
+    cost=gpu_cost("strided"),
+    configs=strided_configs,
+    kernels=ALONG_ROWS,
+    **PLANNED,
+)(along_rows)
+CAUSAL_CONV1D.route(
     "channel-last",
     refuses=refuses_channel_last,
     cost=gpu_cost("channel_last"),
     configs=channel_last_configs,
-    prepare=prepare_from_plan,
-    numerics="close",
-    version=1,
     kernels=DOWN_COLUMNS,
-)
-@runs_plan
-def down_columns(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    *,
-    groups: int = 4,
-    rows: int = 8,
-    steps: int = 1,
-    channels: int = 256,
-    warps: int = 4,
-) -> LaunchPlan:
-    def main(bias: Tensor | None, seg: Tensor | None, y: Tensor) -> Launch:
-        return launches.cols(
-            x, weight, bias, seg, y, activation == "silu", groups, rows, steps, channels, warps
-        )
-
-    return with_states(
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, main
-    )
+    **PLANNED,
+)(down_columns)
 
 
 # Routes on a CPU
 
 
 def on_cpu(
+    columns: bool,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -297,7 +248,6 @@ def on_cpu(
     cu_seqlens: Tensor | None,
     initial_states: Tensor | None,
     return_final_states: bool,
-    columns: bool,
 ) -> tuple[Tensor, Tensor]:
     """Sequences are rows of their own here, packed or not: where each starts in x and in y, and how long it
     is.
@@ -356,33 +306,14 @@ def on_cpu(
     return y, final
 
 
-@CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, **ON_CPU)
-def cpu_rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor]:
-    return on_cpu(
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=False
-    )
-
-
-@CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, **ON_CPU)
-def cpu_cols(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-) -> tuple[Tensor, Tensor]:
-    return on_cpu(
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states, columns=True
-    )
+ON_CPU: Any = {
+    "numerics": "close",
+    "version": 1,
+    "kernels": [f"turnout.ops.causal_conv1d.cpu_kernels:{name}" for name in ("rows", "cols", "finals")],
+}
+CAUSAL_CONV1D.route("cpu-rows", refuses=refuses_cpu_rows, cost=cpu_rows_cost, **ON_CPU)(
+    functools.partial(on_cpu, False)
+)
+CAUSAL_CONV1D.route("cpu-cols", refuses=refuses_cpu_cols, cost=cpu_cost, **ON_CPU)(
+    functools.partial(on_cpu, True)
+)

@@ -4,7 +4,8 @@ that adds these up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from turnout.ops.causal_conv1d import routes as forward
 from turnout.ops.causal_conv1d.launches import empty_dense, segments, strides, vector_of
 from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalConv1dBackward, work
 from turnout.ops.integers import ceil_div
+from turnout.routing.configured import configured
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -219,121 +221,36 @@ ALONG_ROWS = ["turnout.ops.causal_conv1d_backward.kernels:rows_back", *ENDS]
 DOWN_COLUMNS = ["turnout.ops.causal_conv1d_backward.kernels:cols_back", *ENDS]
 
 
-@CAUSAL_CONV1D_BACKWARD.route(
-    "strided",
-    refuses=refuses_strided,
-    cost=gpu_cost("strided"),
-    configs=strided_configs,
-    numerics="close",
-    version=1,
-    kernels=ALONG_ROWS,
-)
-@CAUSAL_CONV1D_BACKWARD.route(
-    "channel-first",
-    refuses=refuses_channel_first,
-    cost=gpu_cost("channel_first"),
-    configs=rows_configs,
-    numerics="close",
-    version=1,
-    kernels=ALONG_ROWS,
-)
-def along_rows(
-    grad: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    *,
-    channels: int = 1,
-    vectors: int = 256,
-    warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from turnout.launch import launch
+class MainKernel(NamedTuple):
+    """The launch that leaves sums for `tiles` tiles of every batch row."""
+
+    kernel: Any
+    tiles: int
+    programs: int
+    numbers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+def rows_kernel(call: Call, channels: int, vectors: int) -> MainKernel:
     from turnout.ops.causal_conv1d_backward.kernels import rows_back
 
-    call = Call.of(
-        grad,
-        grad_final,
-        x,
-        weight,
-        bias,
-        activation,
-        seq_idx,
-        cu_seqlens,
-        initial_states,
-        return_final_states,
-    )
-    batch, dim, length = x.shape
-    vector = vector_of(2, call.seg, x, call.grad, call.dx)
+    (batch, dim, length), weight = call.x.shape, call.weight
+    vector = vector_of(2, call.seg, call.x, call.grad, call.dx)
     tiles = ceil_div(length, vectors * vector)
-    part = call.parts(tiles)
-    numbers = (dim, length, *x.stride(), *weight.stride(), *call.grad.stride(), *call.dx.stride())
+    pairs = (*call.x.stride(), *weight.stride(), *call.grad.stride(), *call.dx.stride())
     constants = {"W": weight.shape[1], "V": vector, "BR": channels, "BV": vectors, **call.flags}
     programs = batch * tiles * ceil_div(dim, channels)
-    launch(
-        rows_back,
-        programs,
-        (x, weight, call.bias, call.seg, call.grad, call.dx, part),
-        numbers,
-        constants,
-        warps=warps,
-    )
-    return finish(call, part, batch * tiles, initial_states)
+    return MainKernel(rows_back, tiles, programs, (dim, length, *pairs), constants)
 
 
-@CAUSAL_CONV1D_BACKWARD.route(
-    "channel-last",
-    refuses=refuses_channel_last,
-    cost=gpu_cost("channel_last"),
-    configs=cols_configs,
-    numerics="close",
-    version=1,
-    kernels=DOWN_COLUMNS,
-)
-def down_columns(
-    grad: Tensor,
-    grad_final: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    initial_states: Tensor | None,
-    return_final_states: bool,
-    *,
-    groups: int = 4,
-    rows: int = 4,
-    steps: int = 16,
-    channels: int = 128,
-    warps: int = 4,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from turnout.launch import launch
+def cols_kernel(call: Call, groups: int, rows: int, steps: int, channels: int) -> MainKernel:
     from turnout.ops.causal_conv1d_backward.kernels import cols_back
 
-    call = Call.of(
-        grad,
-        grad_final,
-        x,
-        weight,
-        bias,
-        activation,
-        seq_idx,
-        cu_seqlens,
-        initial_states,
-        return_final_states,
-    )
-    (batch, dim, length), width = x.shape, weight.shape[1]
+    x, (batch, dim, length), width = call.x, call.x.shape, call.weight.shape[1]
     steps = max(steps, ceil_div(width, rows))  # a walk must own at least one row
     tiles = ceil_div(length, groups * (rows * steps - (width - 1)))
-    part = call.parts(tiles)
     pairs = (n for t in (call.grad, call.dx) for n in (t.stride(0), t.stride(2)))
-    numbers = (dim, length, x.stride(0), x.stride(2), *weight.stride(), *pairs)
+    numbers = (dim, length, x.stride(0), x.stride(2), *call.weight.stride(), *pairs)
     constants = {
         "W": width,
         "V": vector_of(1, None, x, call.grad, call.dx),
@@ -343,13 +260,65 @@ def down_columns(
         "BD": channels,
         **call.flags,
     }
-    programs = batch * tiles * ceil_div(dim, channels)
-    launch(
-        cols_back,
-        programs,
-        (x, weight, call.bias, call.seg, call.grad, call.dx, part),
-        numbers,
-        constants,
-        warps=warps,
-    )
-    return finish(call, part, batch * tiles, initial_states)
+    return MainKernel(cols_back, tiles, batch * tiles * ceil_div(dim, channels), numbers, constants)
+
+
+def backward(
+    main: Callable[..., MainKernel],
+    grad: Tensor,
+    grad_final: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    initial_states: Tensor | None,
+    return_final_states: bool,
+    *,
+    warps: int,
+    **config: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The main kernel, `rows_kernel` or `cols_kernel`, then the rest."""
+    from turnout.launch import launch
+
+    packing = (seq_idx, cu_seqlens, initial_states)
+    call = Call.of(grad, grad_final, x, weight, bias, activation, *packing, return_final_states)
+    kernel, tiles, programs, numbers, constants = main(call, **config)
+    part = call.parts(tiles)
+    tensors = (x, weight, call.bias, call.seg, call.grad, call.dx, part)
+    launch(kernel, programs, tensors, numbers, constants, warps=warps)
+    return finish(call, part, x.shape[0] * tiles, initial_states)
+
+
+CLOSE: Any = {"numerics": "close", "version": 1}
+along_rows = configured(functools.partial(backward, rows_kernel), {"channels": 1, "vectors": 256, "warps": 4})
+down_columns = configured(
+    functools.partial(backward, cols_kernel),
+    {"groups": 4, "rows": 4, "steps": 16, "channels": 128, "warps": 4},
+)
+
+CAUSAL_CONV1D_BACKWARD.route(
+    "channel-first",
+    refuses=refuses_channel_first,
+    cost=gpu_cost("channel_first"),
+    configs=rows_configs,
+    kernels=ALONG_ROWS,
+    **CLOSE,
+)(along_rows)
+CAUSAL_CONV1D_BACKWARD.route(
+    "strided",
+    refuses=refuses_strided,
+    cost=gpu_cost("strided"),
+    configs=strided_configs,
+    kernels=ALONG_ROWS,
+    **CLOSE,
+)(along_rows)
+CAUSAL_CONV1D_BACKWARD.route(
+    "channel-last",
+    refuses=refuses_channel_last,
+    cost=gpu_cost("channel_last"),
+    configs=cols_configs,
+    kernels=DOWN_COLUMNS,
+    **CLOSE,
+)(down_columns)

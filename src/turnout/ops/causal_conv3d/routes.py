@@ -22,7 +22,14 @@ from turnout.ops.convolution.gpu.operands import Geometry, Operands
 from turnout.ops.convolution.gpu.routes import declare
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, known_format, output_in, plain_format
-from turnout.ops.convolution.methods import Frames, in_channels_last, in_float32, of_pieces, output_frames
+from turnout.ops.convolution.methods import (
+    Frames,
+    Window,
+    in_channels_last,
+    in_float32,
+    of_pieces,
+    output_frames,
+)
 from turnout.ops.convolution.routes import IN_TORCH, WINOGRAD_KERNELS, finished
 from turnout.routing.device import Device
 from turnout.routing.op import Config, Cost, Guard
@@ -89,7 +96,7 @@ def of_joined(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         residual: Tensor | None,
     ) -> Tensor:
         whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
-        y = method(whole, weight, bias, stride, [0, *padding], dilation, groups)
+        y = method(whole, weight, bias, Window(stride, [0, *padding], dilation, groups))
         return finished(y, residual, plain_format(input, weight))
 
     return route
@@ -136,7 +143,8 @@ def depth_taps(
     if pad_mode == "replicate" and cached < before:
         first = pieces[-1].values[:, :1]
         pieces.append(Frames(first.expand(-1, before - cached, -1, -1, -1), -before))
-    y = of_pieces(pieces, outputs, weight, bias, stride, [before, *padding], dilation, groups)
+    window = Window(stride, [before, *padding], dilation, groups)
+    y = of_pieces(pieces, outputs, weight, bias, window)
     return finished(y, residual, plain_format(input, weight))
 
 

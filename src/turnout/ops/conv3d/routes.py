@@ -8,7 +8,7 @@ from turnout.ops.conv3d import CONV3D
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.gpu.routes import declare_kernels
 from turnout.ops.convolution.layout import torch_format
-from turnout.ops.convolution.methods import by_depth_chunks, by_depth_taps
+from turnout.ops.convolution.methods import Window, by_depth_chunks, by_depth_taps
 from turnout.ops.convolution.problem import Conv3d
 from turnout.ops.convolution.routes import DEPTH_TAPS, IN_TORCH, by, declare_shared, finished
 from turnout.routing.device import Device
@@ -43,5 +43,6 @@ def depth_chunks(
     *,
     frames: int = 8,
 ) -> Tensor:
-    call = (input, weight, bias, stride, padding, dilation, groups)
-    return finished(by_depth_chunks(*call, torch_format(*call), frames), residual, torch_format(*call))
+    window = Window(stride, padding, dilation, groups)
+    format = torch_format(input, weight, bias, *window)
+    return finished(by_depth_chunks(input, weight, bias, window, format, frames), residual, format)

@@ -158,17 +158,18 @@ def cpu_reference(problem: Convolution, device: Device) -> float:
         columns = prod(problem.output[2:]) * prod(problem.weight[1:]) * 4
         unfolding = columns / (fitted.loop_columns if columns > 2**20 else fitted.loop_columns_in_cache)
         return fitted.loop_start + unfolding + problem.flops / fitted.loop
-    return cpu_kernel(problem, device) * (
-        1.0 if problem.output_channels_last else cpu_first_factor(problem, device)
+    return (
+        cpu_kernel(problem, device) if problem.output_channels_last else cpu_channels_first(problem, device)
     )
 
 
-def cpu_first_factor(problem: Convolution, device: Device) -> float:
-    """How much slower oneDNN is with channels first: with up to 96 of them, then hardly, and not at all with
-    AVX2 or for half types that have instructions."""
+def cpu_channels_first(problem: Convolution, device: Device) -> float:
+    """oneDNN with channels first: slower with up to 96 of them, then hardly, and not at all for kernels of
+    one pixel, with AVX2, or for half types that have instructions. What a call takes to start is the same."""
+    fitted, kernel = device.fitted("convolution.torch"), cpu_kernel(problem, device)
     slower = device.has_avx512 and half_factor(problem.dtype, device) >= 1.0
-    few = min(problem.input[1], problem.weight[0]) <= 96
-    return device.fitted("convolution.torch").channels_first if slower and few else 1.0
+    few = min(problem.input[1], problem.weight[0]) <= 96 and prod(problem.weight[2:]) > 1
+    return fitted.start + (kernel - fitted.start) * (fitted.channels_first if slower and few else 1.0)
 
 
 # torch as called, and the methods
@@ -213,19 +214,18 @@ def around(problem: Convolution, device: Device) -> float:
 
 
 def channels_last_cost(problem: Convolution, device: Device) -> float | None:
-    kernel = cpu_kernel(problem, device) if device.type == "cpu" else gpu_kernel(problem, device)
-    return (
-        None
-        if kernel is None
-        else max(0.0 if device.type == "cpu" else 3 * launch(device), kernel + around(problem, device))
-    )
+    if device.type == "cpu":
+        start = device.fitted("convolution.methods").channels_last_start
+        return start + cpu_kernel(problem, device) + around(problem, device)
+    kernel = gpu_kernel(problem, device)
+    return None if kernel is None else max(3 * launch(device), kernel + around(problem, device))
 
 
 def one_dnn_cost(problem: Convolution, device: Device) -> float:
     """Channels first, into it and out of it where torch has them last."""
     moved = 0.0 if not problem.channels_last else cpu_relayout(problem.input, problem, device)
     moved += 0.0 if not problem.output_channels_last else cpu_relayout(problem.output, problem, device)
-    return cpu_kernel(problem, device) * cpu_first_factor(problem, device) + moved
+    return cpu_channels_first(problem, device) + moved
 
 
 def upcast_cost(problem: Convolution, device: Device) -> float:

@@ -17,7 +17,22 @@ from turnout.ops.convolution.layout import FIRST, LAST, channels_side_by_side, i
 from turnout.ops.convolution.problem import channels_last
 from turnout.routing.device import Device
 
-Numbers = Sequence[int]
+
+class Window(NamedTuple):
+    """How a kernel goes over its input: numbers for each spatial axis, and the groups of channels."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    groups: int = 1
+
+    @property
+    def without_depth(self) -> Window:
+        """The same for the axes behind the first."""
+        stride, padding, dilation, groups = self
+        return Window(stride[1:], padding[1:], dilation[1:], groups)
+
+
 LONGEST_PART = (
     576  # products, 64 channels of 3x3: 1.1 times the error of oneDNN with channels first, torch 2.13
 )
@@ -27,16 +42,14 @@ def vendor(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Run the vendor's kernel in the layout of the input.
 
     On a CPU this calls oneDNN directly: torch runs small float32 convolutions by its own loop, which is up to
     nine times slower.
     """
+    stride, padding, dilation, groups = window
     if input.device.type == "cpu" and torch.backends.mkldnn.is_available():
         bias = None if bias is None else bias.contiguous()  # oneDNN reads it as if it were (torch 2.13)
         if input.shape[1] == 1:  # one channel has no layout, and oneDNN mistakes it in 3-D (torch 2.13)
@@ -49,24 +62,18 @@ def in_channels_last(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Run the vendor's kernel with channels last."""
     last = LAST[input.dim()]
-    return vendor(moved(input, last), moved(weight, last), bias, stride, padding, dilation, groups)
+    return vendor(moved(input, last), moved(weight, last), bias, window)
 
 
 def in_one_dnn(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Run oneDNN with channels first.
 
@@ -74,18 +81,15 @@ def in_one_dnn(
     which is lost in their last digits (1.8 times the error where it is as large as they are).
     """
     first, late = (bias, None) if Device.of(input.device).has_avx512 else (None, bias)
-    y = vendor(in_format(input, FIRST), in_format(weight, FIRST), first, stride, padding, dilation, groups)
-    return y if late is None else y.add_(late.view(-1, *[1] * len(stride)))
+    y = vendor(in_format(input, FIRST), in_format(weight, FIRST), first, window)
+    return y if late is None else y.add_(late.view(-1, *[1] * len(window.stride)))
 
 
 def in_float32(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Convolve half types in float32 and round once.
 
@@ -93,10 +97,7 @@ def in_float32(
     convolutions wrong on a CPU.
     """
     wide, taps = (in_format(x.to(torch.float32), LAST[x.dim()]) for x in (input, weight))
-    y = vendor(
-        wide, taps, None if bias is None else bias.to(torch.float32), stride, padding, dilation, groups
-    )
-    return y.to(input.dtype)
+    return vendor(wide, taps, None if bias is None else bias.to(torch.float32), window).to(input.dtype)
 
 
 # Depth: a 3-D convolution by 2-D ones, or by shorter 3-D ones
@@ -131,16 +132,12 @@ def by_depth_taps(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Add up 2-D convolutions of all frames, one for each depth of the kernel, in the output's float32."""
+    stride, padding, dilation, _ = window
     outputs = output_frames(input.shape[2], weight.shape[2], stride[0], padding[0], dilation[0])
-    return of_pieces(
-        [Frames(input.transpose(1, 2), 0)], outputs, weight, bias, stride, padding, dilation, groups
-    )
+    return of_pieces([Frames(input.transpose(1, 2), 0)], outputs, weight, bias, window)
 
 
 def of_pieces(
@@ -148,13 +145,11 @@ def of_pieces(
     outputs: int,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """Convolve clips that lie in several pieces by depth taps."""
-    count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, groups)
+    stride, padding, dilation = (numbers[0] for numbers in window[:3])  # along the depth
+    count, share = len(pieces[0].values), channels_at_once(pieces[0].values, weight, window.groups)
     clips = []
     for n in range(count):
         parts = []  # (first output, end, frames that they use, weight)
@@ -164,43 +159,35 @@ def of_pieces(
                     values[n] if share == weight.shape[1] else values[n, :, channel : channel + share]
                 )
                 for tap in range(weight.shape[2]):
-                    first, end, frame = reached(
-                        len(frames), outputs, tap, stride[0], padding[0] + start, dilation[0]
-                    )
-                    seen = frames[frame : frame + (end - first - 1) * stride[0] + 1 : stride[0]]
+                    first, end, frame = reached(len(frames), outputs, tap, stride, padding + start, dilation)
+                    seen = frames[frame : frame + (end - first - 1) * stride + 1 : stride]
                     if end > first:
                         parts.append((first, end, seen, weight[:, channel : channel + share, tap]))
         # The part that reaches most outputs comes first and adds the bias.
         parts.sort(key=lambda part: part[0] - part[1])
-        numbers = (stride[1:], padding[1:], dilation[1:], groups)
-        clips.append(_of_parts(parts, outputs, pieces[0].values.shape[3:], weight, bias, *numbers))
+        size = pieces[0].values.shape[3:]
+        clips.append(_of_parts(parts, outputs, size, weight, bias, window.without_depth))
     return (clips[0].unsqueeze_(0) if count == 1 else torch.stack(clips)).transpose_(1, 2)
 
 
 def _of_parts(
     parts: list[tuple[int, int, Tensor, Tensor]],
     outputs: int,
-    size: Numbers,
+    size: Sequence[int],
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """One clip, `[D', Cout, H', W']`."""
     if parts and parts[0][1] - parts[0][0] == outputs:
         (_, _, seen, taps), *parts = parts
-        y = vendor(seen, taps, bias, stride, padding, dilation, groups)
+        y = vendor(seen, taps, bias, window)
     else:  # some outputs see nothing but padding
-        sizes = (
-            output_frames(*numbers)
-            for numbers in zip(size, weight.shape[3:], stride, padding, dilation, strict=True)
-        )
+        sizes = (output_frames(*numbers) for numbers in zip(size, weight.shape[3:], *window[:3], strict=True))
         y = torch.zeros((outputs, len(weight), *sizes), dtype=weight.dtype, device=weight.device)
         y = channels_side_by_side(y if bias is None else y.add_(bias[:, None, None]))
     for first, end, seen, taps in parts:
-        _add(y[first:end], seen, taps, stride, padding, dilation, groups)
+        _add(y[first:end], seen, taps, window)
     return y
 
 
@@ -208,10 +195,7 @@ def _add(
     y: Tensor,
     input: Tensor,
     weight: Tensor,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
 ) -> None:
     """Add a convolution to what is there.
 
@@ -223,11 +207,12 @@ def _add(
         and y.is_contiguous(memory_format=torch.channels_last)
     ):
         input, weight = channels_side_by_side(input), channels_side_by_side(weight)
+        stride, padding, dilation, groups = window
         torch.ops.mkldnn._convolution_pointwise_.binary(
             y, input, weight, None, padding, stride, dilation, groups, "add", 1.0, None, [], None
         )
     else:
-        y += vendor(input, weight, None, stride, padding, dilation, groups)
+        y += vendor(input, weight, None, window)
 
 
 def channels_at_once(frames: Tensor, weight: Tensor, groups: int) -> int:
@@ -247,18 +232,17 @@ def by_depth_chunks(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Numbers,
-    padding: Numbers,
-    dilation: Numbers,
-    groups: int,
+    window: Window,
     format: torch.memory_format,
     frames: int,
 ) -> Tensor:
     """Run the vendor's 3-D kernel on `frames` output frames at a time, which needs less workspace."""
+    stride, padding, dilation, _ = window
     shape = [
         output_frames(n, *numbers)
         for n, *numbers in zip(input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     ]
+    inside = window._replace(padding=[0, *padding[1:]])  # frames of padding are added here
     out = torch.empty(
         (len(input), len(weight), *shape), dtype=input.dtype, device=input.device, memory_format=format
     )
@@ -271,20 +255,19 @@ def by_depth_chunks(
         if missing:
             before = min(max(-start, 0), missing)
             seen = F.pad(seen, (0, 0, 0, 0, before, missing - before))
-        out[:, :, first:end] = vendor(seen, weight, bias, stride, [0, *padding[1:]], dilation, groups)
+        out[:, :, first:end] = vendor(seen, weight, bias, inside)
     return out
 
 
 # One pixel: a matrix product
 
 
-def by_matmul(
-    input: Tensor, weight: Tensor, bias: Tensor | None, stride: Numbers, padding: Numbers, *_: object
-) -> Tensor:
+def by_matmul(input: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
     """Convolve with a kernel of one pixel, which no dilation changes, and one group, by a matrix product.
 
     Every output is that of one input pixel, or of padding, which leaves the bias.
     """
+    stride, padding, *_ = window
     sizes = [output_frames(n, 1, s, p, 1) for n, s, p in zip(input.shape[2:], stride, padding, strict=True)]
     spans = [
         reached(n, o, 0, s, p, 1) for n, o, s, p in zip(input.shape[2:], sizes, stride, padding, strict=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.layout import FIRST, channels_side_by_side, in_format
-from turnout.ops.convolution.methods import vendor
+from turnout.ops.convolution.methods import Window, vendor
 from turnout.ops.convolution.problem import channels_last
 
 
@@ -121,7 +121,7 @@ def by_phases(
     # On a CPU sums lose fewer digits with channels first.
     first = input.is_cpu and not channels_last(tuple(input.shape), input.stride())
     pixels, filters = (in_format(x, FIRST) if first else channels_side_by_side(x) for x in (input, filters))
-    z = vendor(pixels, filters, biases, [1, 1], pads, [1, 1], 1)
+    z = vendor(pixels, filters, biases, Window([1, 1], pads, [1, 1]))
     # z holds phase (a, b) of output block (i, j) at pixel (i + starts[a] + pad, j + starts[b] + pad).
     cout, (n, c, y, x) = out.shape[1], z.stride()
     first_y, first_x = (axis.starts[0] + pad for axis, pad in zip(axes, pads, strict=True))

@@ -11,7 +11,7 @@ from torch import Tensor
 from turnout.ops.convolution import costs, guards
 from turnout.ops.convolution.cpu.winograd import by_winograd
 from turnout.ops.convolution.layout import output_in, torch_format
-from turnout.ops.convolution.methods import by_matmul, in_channels_last, in_float32, in_one_dnn
+from turnout.ops.convolution.methods import Window, by_matmul, in_channels_last, in_float32, in_one_dnn
 from turnout.routing.op import Op
 from turnout.routing.outputs import returns_own
 
@@ -59,8 +59,9 @@ def by(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         groups: int,
         residual: Tensor | None,
     ) -> Tensor:
-        call = (input, weight, bias, stride, padding, dilation, groups)
-        return finished(method(*call), residual, torch_format(*call))
+        window = Window(stride, padding, dilation, groups)
+        y = method(input, weight, bias, window)
+        return finished(y, residual, torch_format(input, weight, bias, *window))
 
     return route
 

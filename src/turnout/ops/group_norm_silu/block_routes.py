@@ -17,6 +17,7 @@ from turnout.ops.group_norm_silu import (
     GROUP_NORM_SILU_INTO,
     LARGE_ON_CPU,
     MOST_AXES,
+    GroupNormSilu,
     guards,
 )
 from turnout.ops.group_norm_silu.block_launches import launch_moments, launch_norm, launch_sums, steps_of
@@ -33,6 +34,7 @@ from turnout.ops.group_norm_silu.blocks import (
 )
 from turnout.ops.group_norm_silu.padded import (
     GROUP_NORM_SILU_PAD,
+    GroupNormSiluPad,
     fill_border,
     inside_of,
     padded_shape,
@@ -64,10 +66,11 @@ def refuses_spatial(problem: SpatialNormSilu, device: Device) -> Iterator[str]:
 
 
 def cost(problem: AnyNorm, device: Device) -> float | None:
-    """Measured on one core, see NOTES.md: an element, a channel of a block, the host."""
+    """Measured on one core, see NOTES.md: an element, a pixel, a channel of a block, the host."""
     if device.type != "cpu":
         return None
     fitted, rows = device.fitted("group_norm_silu.cpu-blocks"), problem.strides[1] == 1
+    start = fitted.start if isinstance(problem, GroupNormSilu) else fitted.start_around
     blocks = prod([-(-size // grain(size)) for size in rows_and_columns(problem.shape)])
     sums = problem.elements * (fitted.sums_rows if rows else fitted.sums_planes)
     reduced = (
@@ -77,7 +80,11 @@ def cost(problem: AnyNorm, device: Device) -> float | None:
     written = problem.elements * (
         fitted.written + (fitted.byte_of_large * problem.dtype.itemsize if large else 0)
     )
-    return fitted.start + (sums + reduced + written) / device.cores
+    if rows:
+        written += problem.elements / problem.shape[1] * fitted.row
+    elif isinstance(problem, GroupNormSiluPad):
+        written += problem.elements * fitted.element_padded
+    return start + (sums + reduced + written) / device.cores
 
 
 ON_CPU: Any = {

@@ -111,9 +111,10 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
         x = small_integers(draw, (shape[0], *shape[2:], shape[1]), dtype, device).movedim(-1, 1)
     if draw.random() < 0.3 and 0 not in x.stride():
         x += 40
-    given = dtype if draw.random() < 0.8 else FP32
+    weight_dtype = dtype if draw.random() < 0.8 else FP32
     weight, bias = (
-        small_integers(draw, (shape[1],), given, device) if draw.random() < 0.8 else None for _ in range(2)
+        small_integers(draw, (shape[1],), weight_dtype, device) if draw.random() < 0.8 else None
+        for _ in range(2)
     )
     silu = draw.random() < 0.7
     if x.dim() > 3 and x.stride(1) == 1 and draw.random() < 0.4:

@@ -105,13 +105,13 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
             apart + draw.choice([n for n in range(1, rest + 1) if rest % n == 0]) if rest else apart
         )
     shape, dtype = (*x.shape[:2], *smalls), x.dtype if draw.random() < 0.8 else torch.float32
-    made = []
+    scale_and_shift = []
     for _ in range(2):
         last = draw.random() < 0.7
         lying = (shape[0], *shape[2:], shape[1]) if last else shape
         values = small_integers(draw, lying, dtype, device)
-        made.append(values.movedim(-1, 1) if last else values)
-    return x, groups, weight, bias, *made, eps, silu, first_apart
+        scale_and_shift.append(values.movedim(-1, 1) if last else values)
+    return x, groups, weight, bias, *scale_and_shift, eps, silu, first_apart
 
 
 CASES = Cases(CALLS, random_call, peers=PEERS, bounds=BOUNDS, exact=False)

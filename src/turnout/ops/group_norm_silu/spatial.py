@@ -111,10 +111,10 @@ def check_spatial(
     check(x, groups, weight, bias, None)
     if not 3 <= x.dim() <= 5:
         raise ValueError(f"x is {list(x.shape)}, it needs to be [B, C, W], [B, C, H, W] or [B, C, T, H, W]")
-    for name, given in (("scale", scale), ("shift", shift)):
-        if not given.is_floating_point() or given.device != x.device or given.shape != scale.shape:
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        if not tensor.is_floating_point() or tensor.device != x.device or tensor.shape != scale.shape:
             raise ValueError(
-                f"{name} is {given.dtype} {list(given.shape)} on {given.device}, "
+                f"{name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}, "
                 f"it needs to be floating-point {list(scale.shape)} on {x.device}"
             )
     if scale.dim() != x.dim() or scale.shape[:2] != x.shape[:2]:

@@ -104,7 +104,7 @@ PEERS = {"diffusers": eager, "torch.compile": compiled(eager)}
 
 def copy(x: Tensor, residual: Tensor | None, *rest: Any) -> list[Tensor]:
     """The fewest bytes: every stream into fresh memory, as it lies."""
-    return [torch.empty_like(given).copy_(given) for given in (x, residual) if given is not None]
+    return [torch.empty_like(stream).copy_(stream) for stream in (x, residual) if stream is not None]
 
 
 BOUNDS = {"copy": copy}

@@ -5,13 +5,13 @@ embedding, permute, join.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.ops.norm_rope.checks import check, table_kind
+from turnout.ops.norm_rope.checks import Call, Streams, check, table_kind
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 from turnout.routing.public import public
@@ -38,46 +38,28 @@ class NormRope(NamedTuple):
     round_before_weight: bool
 
     @staticmethod
-    def of(
-        q: Tensor,
-        q2: Tensor | None,
-        k: Tensor | None,
-        k2: Tensor | None,
-        q_weight: Tensor | None,
-        q2_weight: Tensor | None,
-        k_weight: Tensor | None,
-        k2_weight: Tensor | None,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        eps: float,
-        norm: str,
-        rotary: int,
-        pairing: str,
-        out_layout: str,
-        round_before_weight: bool,
-    ) -> NormRope:
-        weights = (q_weight, q2_weight, k_weight, k2_weight)
-        check(q, q2, k, k2, weights, cos, sin, norm, rotary, pairing, out_layout)
-        tensors = [x for x in (q, q2, k, k2) if x is not None]
-        scales = [w for w in weights if w is not None]
-        tables = [t for t in (cos, sin) if t is not None]
+    def of(*args: Any) -> NormRope:
+        call = Call(*args)
+        check(call)
+        weights = [w for w in call.weights if w is not None]
+        tables = [t for t in (call.cos, call.sin) if t is not None]
         return NormRope(
-            q.shape[0],
-            tuple(x.shape[1] for x in (q, q2) if x is not None),
-            tuple(x.shape[2] for x in (q, k) if x is not None),
-            q.shape[3],
-            rotary,
-            tuple(x.stride() for x in tensors),
-            q.dtype,
-            scales[0].dtype if scales else None,
-            table_kind(cos, rotary),
-            () if cos is None else tuple(cos.shape),
+            call.q.shape[0],
+            tuple(x.shape[1] for x in (call.q, call.q2) if x is not None),
+            tuple(x.shape[2] for x in (call.q, call.k) if x is not None),
+            call.q.shape[3],
+            call.rotary,
+            tuple(x.stride() for x in call.streams if x is not None),
+            call.q.dtype,
+            weights[0].dtype if weights else None,
+            table_kind(call.cos, call.rotary),
+            () if call.cos is None else tuple(call.cos.shape),
             tuple(t.stride() for t in tables),
-            None if cos is None else cos.dtype,
-            norm,
-            pairing,
-            out_layout,
-            round_before_weight,
+            None if call.cos is None else call.cos.dtype,
+            call.norm,
+            call.pairing,
+            call.out_layout,
+            call.round_before_weight,
         )
 
     @property
@@ -162,19 +144,24 @@ def reference(
 
     Without k its output is empty.
     """
-    check(
-        q, q2, k, k2, (q_weight, q2_weight, k_weight, k2_weight), cos, sin, norm, rotary, pairing, out_layout
-    )
+    scales = (q_weight, q2_weight, k_weight, k2_weight)
+    options = (eps, norm, rotary, pairing, out_layout, round_before_weight)
+    call = Call(q, q2, k, k2, *scales, cos, sin, *options)
+    check(call)
 
-    def chain(x: Tensor, x2: Tensor | None, weight: Tensor | None, weight2: Tensor | None) -> Tensor:
-        y = normed(x, weight, eps, norm, round_before_weight)
-        if x2 is not None:
-            y = torch.cat([y, normed(x2, weight2, eps, norm, round_before_weight)], 1)
-        y = rotated(y, cos, sin, rotary, pairing)
+    def chain(streams: Streams) -> Tensor:
+        y = rotated(joined(streams, call), cos, sin, rotary, pairing)
         return (y.transpose(1, 2) if out_layout == "bhsd" else y).clone(memory_format=torch.contiguous_format)
 
-    result = chain(q, q2, q_weight, q2_weight)
-    return result, q.new_empty(0) if k is None else chain(k, k2, k_weight, k2_weight)
+    outputs = [chain(streams) for streams in call.of_q_and_k]
+    return outputs[0], outputs[1] if len(outputs) == 2 else q.new_empty(0)
+
+
+def joined(streams: Streams, call: Call) -> Tensor:
+    """Both streams `[B, S, H, D]` with their norms, one behind the other."""
+    (x, x2, weight, weight2), rounding = streams, call.round_before_weight
+    y = normed(x, weight, call.eps, call.norm, rounding)
+    return y if x2 is None else torch.cat([y, normed(x2, weight2, call.eps, call.norm, rounding)], 1)
 
 
 def work(problem: NormRope) -> Work:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from turnout.measure.peers import compiled
-from turnout.ops.norm_rope import normed, rotated
+from turnout.ops.norm_rope import joined, rotated
+from turnout.ops.norm_rope.checks import Call
 from turnout.routing.case import Case, Cases, normal, seeded, small_integers
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -71,8 +72,8 @@ def case(
             cos, sin = angles((*where, turning // 2), table, pairing, device, generator)
         return (*streams, *weights, cos, sin, 1e-6, norm, turning, pairing, out_layout, round_before_weight)
 
-    what = "x".join(map(str, (batch, "+".join(map(str, tokens)), *heads[:1], dim)))
-    return Case(f"{name} {what}", source, dtype, make)
+    sizes = "x".join(map(str, (batch, "+".join(map(str, tokens)), *heads[:1], dim)))
+    return Case(f"{name} {sizes}", source, dtype, make)
 
 
 FLUX, WAN, QWEN, LTX = "Flux, black-forest-labs", "Wan2.1, Wan-AI", "Qwen-Image", "LTX-Video"
@@ -123,35 +124,13 @@ CALLS = [
 ]
 
 
-def eager(
-    q: Tensor,
-    q2: Tensor | None,
-    k: Tensor | None,
-    k2: Tensor | None,
-    q_weight: Tensor | None,
-    q2_weight: Tensor | None,
-    k_weight: Tensor | None,
-    k2_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    norm: str,
-    rotary: int,
-    pairing: str,
-    out_layout: str,
-    round_before_weight: bool,
-) -> list[Tensor]:
+def eager(*args: Any) -> list[Tensor]:
     """What diffusers does, step by step."""
-    found = []
-    for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
-        if x is None:
-            continue
-        y = normed(x, weight, eps, norm, round_before_weight)
-        if x2 is not None:
-            y = torch.cat([y, normed(x2, weight2, eps, norm, round_before_weight)], 1)
-        y = rotated(y, cos, sin, rotary, pairing)
-        found.append(y.transpose(1, 2).contiguous() if out_layout == "bhsd" else y.contiguous())
-    return found
+    call, outputs = Call(*args), []
+    for streams in call.of_q_and_k:
+        y = rotated(joined(streams, call), call.cos, call.sin, call.rotary, call.pairing)
+        outputs.append(y.transpose(1, 2).contiguous() if call.out_layout == "bhsd" else y.contiguous())
+    return outputs
 
 
 PEERS = {"diffusers": eager, "torch.compile": compiled(eager)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,31 +18,64 @@ def table_kind(cos: Tensor | None, rotary: int) -> Literal["none", "pair", "elem
     return "element" if cos.shape[-1] == rotary else "pair"
 
 
-def check(
-    q: Tensor,
-    q2: Tensor | None,
-    k: Tensor | None,
-    k2: Tensor | None,
-    weights: tuple[Tensor | None, ...],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    norm: str,
-    rotary: int,
-    pairing: str,
-    out_layout: str,
-) -> None:
+class Streams(NamedTuple):
+    """q or k: a stream, one that is joined to it, and their weights."""
+
+    x: Tensor
+    x2: Tensor | None
+    weight: Tensor | None
+    weight2: Tensor | None
+
+
+class Call(NamedTuple):
+    """The arguments of the reference."""
+
+    q: Tensor  # [B, S, H, D]
+    q2: Tensor | None  # [B, S2, H, D], joined to q along S
+    k: Tensor | None  # [B, S, heads of k, D]
+    k2: Tensor | None
+    q_weight: Tensor | None  # [D], or [H * D] where `norm` is "all"
+    q2_weight: Tensor | None
+    k_weight: Tensor | None
+    k2_weight: Tensor | None
+    cos: Tensor | None  # [S + S2, width], [B, S + S2, width] or [B, S + S2, H, width]
+    sin: Tensor | None
+    eps: float
+    norm: str  # "none", "head" or "all"
+    rotary: int  # columns that rotate
+    pairing: str  # "interleaved" or "half"
+    out_layout: str  # "bhsd" or "bshd"
+    round_before_weight: bool
+
+    @property
+    def streams(self) -> tuple[Tensor | None, ...]:
+        return self.q, self.q2, self.k, self.k2
+
+    @property
+    def weights(self) -> tuple[Tensor | None, ...]:
+        return self.q_weight, self.q2_weight, self.k_weight, self.k2_weight
+
+    @property
+    def of_q_and_k(self) -> list[Streams]:
+        """Those of q, then those of k if there is one."""
+        q = Streams(self.q, self.q2, self.q_weight, self.q2_weight)
+        return [q] if self.k is None else [q, Streams(self.k, self.k2, self.k_weight, self.k2_weight)]
+
+
+def check(call: Call) -> None:
+    q, q2, k, k2 = call.q, call.q2, call.k, call.k2
     for name, value, allowed in (
-        ("norm", norm, ("none", "head", "all")),
-        ("pairing", pairing, ("interleaved", "half")),
-        ("out_layout", out_layout, ("bhsd", "bshd")),
+        ("norm", call.norm, ("none", "head", "all")),
+        ("pairing", call.pairing, ("interleaved", "half")),
+        ("out_layout", call.out_layout, ("bhsd", "bshd")),
     ):
         if value not in allowed:
             raise ValueError(f"{name} {value!r}, it needs to be one of {', '.join(allowed)}")
     check_streams(q, q2, k, k2)
-    check_weights(q, q2, k, weights, norm)
-    if cos is not None:
-        check_tables(q, q2, k, cos, sin, rotary)
-    elif sin is not None or rotary:
+    check_weights(q, q2, k, call.weights, call.norm)
+    if call.cos is not None:
+        check_tables(q, q2, k, call.cos, call.sin, call.rotary)
+    elif call.sin is not None or call.rotary:
         raise ValueError("sin or rotary_dim without cos, a rotation needs both tables or a complex one")
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from turnout.launch import Launch, LaunchPlan
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
-from turnout.ops.norm_rope.checks import table_kind
+from turnout.ops.norm_rope.checks import Call, table_kind
 from turnout.routing.prepared import worked_out_once
 
 Sizes = tuple[int, ...]
@@ -115,29 +114,11 @@ def plan(
     return Plan(kernel, groups * tiles * batch, q_out, k_out, numbers, constants)
 
 
-def planned(
-    streams: tuple[Tensor | None, ...],
-    weights: tuple[Tensor | None, ...],
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    norm: str,
-    rotary: int,
-    pairing: str,
-    out_layout: str,
-    round_before_weight: bool,
-    *,
-    tokens: int,
-    heads: int,
-    chunks: int,
-    warps: int,
-    by_head: bool,
-) -> LaunchPlan:
-    q, kind = streams[0], table_kind(cos, rotary)
-    assert q is not None
+def planned(call: Call, *, tokens: int, heads: int, chunks: int, warps: int, by_head: bool) -> LaunchPlan:
+    streams, weights, q = call.streams, side_by_side(*call.weights), call.q
+    cos, sin, kind = call.cos, call.sin, table_kind(call.cos, call.rotary)
     if kind == "complex" and cos is not None:
         cos = torch.view_as_real(cos).flatten(-2)
-    weights = side_by_side(*weights)
     kernel, programs, q_shape, k_shape, numbers, constants = plan(
         tuple([None if x is None else x.shape for x in streams]),
         tuple([None if x is None else x.stride() for x in streams]),
@@ -148,9 +129,9 @@ def planned(
         0 if cos is None else cos.element_size(),
         misaligned(*streams, *weights),
         misaligned(cos, sin),
-        rotary,
-        pairing,
-        out_layout,
+        call.rotary,
+        call.pairing,
+        call.out_layout,
         tokens,
         heads,
         chunks,
@@ -158,14 +139,14 @@ def planned(
     )
     q_out = torch.empty(q_shape, dtype=q.dtype, device=q.device)
     k_out = None if k_shape is None else torch.empty(k_shape, dtype=q.dtype, device=q.device)
-    flags = {"NORM": norm, "WEIGHT": weights[0] is not None, "TWICE": round_before_weight}
+    flags = {"NORM": call.norm, "WEIGHT": weights[0] is not None, "TWICE": call.round_before_weight}
     # Eager PyTorch rounds a product before it adds: with multiplications and additions apart, so does the
     # kernel.
     launch = Launch(
         kernel,
         programs,
         (*streams, *weights, cos, sin, q_out, k_out),
-        (eps, *numbers),
+        (call.eps, *numbers),
         {**constants, **flags},
         warps,
         {"enable_fp_fusion": False},

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.launch import LaunchPlan, prepare_from_plan, runs_plan
+from turnout.launch import prepare_from_plan, runs_plan
 from turnout.ops import needs
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
 from turnout.ops.norm_rope import NORM_ROPE, NormRope, work
-from turnout.ops.norm_rope.checks import table_kind
+from turnout.ops.norm_rope.checks import Call, table_kind
 from turnout.ops.norm_rope.launches import out_steps, planned, table_steps
+from turnout.routing.configured import configured, of_call
 from turnout.routing.device import Device
 from turnout.routing.op import Config
 
@@ -128,50 +129,11 @@ ONE_PASS: Any = {
 }
 
 
-@NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)
-@NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, numerics="close", **ONE_PASS)
-@runs_plan
-def one_pass(
-    q: Tensor,
-    q2: Tensor | None,
-    k: Tensor | None,
-    k2: Tensor | None,
-    q_weight: Tensor | None,
-    q2_weight: Tensor | None,
-    k_weight: Tensor | None,
-    k2_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    norm: str,
-    rotary: int,
-    pairing: str,
-    out_layout: str,
-    round_before_weight: bool,
-    *,
-    tokens: int = 8,
-    heads: int = 1,
-    chunks: int = 8,
-    warps: int = 4,
-    by_head: bool = False,
-) -> LaunchPlan:
-    return planned(
-        (q, q2, k, k2),
-        (q_weight, q2_weight, k_weight, k2_weight),
-        cos,
-        sin,
-        eps,
-        norm,
-        rotary,
-        pairing,
-        out_layout,
-        round_before_weight,
-        tokens=tokens,
-        heads=heads,
-        chunks=chunks,
-        warps=warps,
-        by_head=by_head,
-    )
+one_pass = runs_plan(
+    configured(of_call(Call, planned), {"tokens": 8, "heads": 1, "chunks": 8, "warps": 4, "by_head": False})
+)
+NORM_ROPE.route("one-pass", refuses=refuses_on_gpu, numerics="close", **ONE_PASS)(one_pass)
+NORM_ROPE.route("rotate", refuses=refuses_exact, numerics="exact", **ONE_PASS)(one_pass)
 
 
 # On a CPU
@@ -198,32 +160,7 @@ def cpu_cost(problem: NormRope, device: Device) -> float | None:
     return fitted.start * len(problem.strides) + problem.elements * each / device.cores
 
 
-@NORM_ROPE.route(
-    "cpu-rows",
-    refuses=refuses_on_cpu,
-    cost=cpu_cost,
-    numerics="close",
-    version=1,
-    kernels=("turnout.ops.norm_rope.cpu_kernels:norm_rope",),
-)
-def cpu_rows(
-    q: Tensor,
-    q2: Tensor | None,
-    k: Tensor | None,
-    k2: Tensor | None,
-    q_weight: Tensor | None,
-    q2_weight: Tensor | None,
-    k_weight: Tensor | None,
-    k2_weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    norm: str,
-    rotary: int,
-    pairing: str,
-    out_layout: str,
-    round_before_weight: bool,
-) -> tuple[Tensor, Tensor]:
+def on_cpu(call: Call) -> tuple[Tensor, Tensor]:
     import numpy as np
 
     from turnout.ops.threads import import_uninterrupted, in_shares
@@ -231,7 +168,8 @@ def cpu_rows(
     import_uninterrupted("turnout.ops.norm_rope.cpu_kernels")
     from turnout.ops.norm_rope.cpu_kernels import norm_rope as kernel
 
-    kind = {"none": 0, "pair": 1, "element": 2, "complex": 3}[table_kind(cos, rotary)]
+    kind = {"none": 0, "pair": 1, "element": 2, "complex": 3}[table_kind(call.cos, call.rotary)]
+    cos, sin = call.cos, call.sin
     if kind == 3 and cos is not None:
         cos = torch.view_as_real(cos).flatten(-2)
     cos, sin = (None if t is None else t.float() for t in (cos, sin))
@@ -242,31 +180,30 @@ def cpu_rows(
         nothing if sin is None else flat(sin),
         *table_steps(table_sizes, table_strides),
     )
-    total = q.shape[1] + (0 if q2 is None else q2.shape[1])
-    outs = []
-    for x, x2, weight, weight2 in ((q, q2, q_weight, q2_weight), (k, k2, k_weight, k2_weight)):
-        if x is None:
-            outs.append(q.new_empty(0))
-            continue
-        shape, y_steps = out_steps(x.shape, total, out_layout)
+    norm = {"none": 0, "head": 1, "all": 2}[call.norm]
+    turning = (call.round_before_weight, *tables, kind, call.rotary, call.pairing == "half")
+    total = call.q.shape[1] + (0 if call.q2 is None else call.q2.shape[1])
+    outputs = []
+    for x, x2, weight, weight2 in call.of_q_and_k:
+        shape, y_steps = out_steps(x.shape, total, call.out_layout)
         y = torch.empty(shape, dtype=x.dtype, device=x.device)
-        outs.append(y)
+        outputs.append(y)
         for part, scale, before in ((x, weight, 0), (x2, weight2, x.shape[1])):
             if part is None or not part.numel():
                 continue
             w = nothing if scale is None else array(scale.float().contiguous())
             batch, tokens, heads, dim = part.shape
-            arguments = (
-                flat(part),
-                *part.stride()[:3],
-                tokens,
-                before,
-                heads,
-                dim,
-                w,
-                np.float32(eps),
-                {"none": 0, "head": 1, "all": 2}[norm],
-            )
-            turning = (round_before_weight, *tables, kind, rotary, pairing == "half", flat(y), *y_steps)
-            in_shares(functools.partial(kernel, *arguments, *turning), batch * tokens)
-    return outs[0], outs[1]
+            read = (flat(part), *part.stride()[:3], tokens, before, heads, dim)
+            arguments = (*read, w, np.float32(call.eps), norm, *turning, flat(y), *y_steps)
+            in_shares(functools.partial(kernel, *arguments), batch * tokens)
+    return outputs[0], outputs[1] if len(outputs) == 2 else call.q.new_empty(0)
+
+
+NORM_ROPE.route(
+    "cpu-rows",
+    refuses=refuses_on_cpu,
+    cost=cpu_cost,
+    numerics="close",
+    version=1,
+    kernels=("turnout.ops.norm_rope.cpu_kernels:norm_rope",),
+)(of_call(Call, on_cpu))

@@ -119,9 +119,9 @@ def random_call(draw: random.Random, device: torch.device) -> tuple:
     x = small_integers(draw, shape, dtype, device)
     if draw.random() < 0.4:
         x = small_integers(draw, (shape[0], *shape[2:], shape[1]), dtype, device).movedim(-1, 1)
-    given = dtype if draw.random() < 0.8 else FP32
+    weight_dtype = dtype if draw.random() < 0.8 else FP32
     weight, bias = (
-        small_integers(draw, (shape[dim],), given, device) if draw.random() < share else None
+        small_integers(draw, (shape[dim],), weight_dtype, device) if draw.random() < share else None
         for share in (0.8, 0.3)
     )
     style = draw.choice(("normalize", "rms_norm"))

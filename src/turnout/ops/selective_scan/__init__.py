@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.ops.causal_conv1d import channel_last, dense
+from turnout.routing.choose import plain
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 from turnout.routing.public import public
@@ -80,25 +81,31 @@ def check(
     if A.dim() != 2 or A.shape[0] != dim:
         raise ValueError(f"A is {list(A.shape)}, it needs to be [channels, states] with {dim} channels")
     states = A.shape[1]
-    needed = {
-        "dt": (dt, (batch, dim, length)),
-        "B": (B, (batch, states, length)),
-        "C": (C, (batch, states, length)),
-        "D": (D, (dim,)),
-        "z": (z, (batch, dim, length)),
-        "dt_bias": (dt_bias, (dim,)),
-        "initial_state": (initial_state, (batch, dim, states)),
-    }
+    check_tensors(
+        x.device,
+        x=(x, (batch, dim, length)),
+        dt=(dt, (batch, dim, length)),
+        A=(A, (dim, states)),
+        B=(B, (batch, states, length)),
+        C=(C, (batch, states, length)),
+        D=(D, (dim,)),
+        z=(z, (batch, dim, length)),
+        dt_bias=(dt_bias, (dim,)),
+        initial_state=(initial_state, (batch, dim, states)),
+    )
+
+
+def check_tensors(device: torch.device, **needed: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise unless each tensor has the shape that is given with it, x's device and a floating-point dtype."""
     for name, (tensor, shape) in needed.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is {list(tensor.shape)}, it needs to be {list(shape)}")
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, it needs x's device {x.device}")
-    for name, tensor in (("x", x), ("A", A), *((name, tensor) for name, (tensor, _) in needed.items())):
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(
-                f"{name} is {str(tensor.dtype).removeprefix('torch.')}, it needs a floating-point dtype"
-            )
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, it needs x's device {device}")
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is {plain(tensor.dtype)}, it needs a floating-point dtype")
 
 
 def reference(
@@ -123,7 +130,7 @@ def reference(
     (batch, dim, length), states = x.shape, A.shape[1]
     step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)[:, None]
     step = F.softplus(step) if dt_softplus else step
-    given = x.to(wide)
+    wide_x = x.to(wide)
     into, out = (
         B.to(wide).transpose(1, 2)[:, None],
         C.to(wide).transpose(1, 2)[:, None],
@@ -133,7 +140,7 @@ def reference(
     for start in range(0, length, CHUNK):
         here = slice(start, start + CHUNK)
         decay = torch.exp(step[:, :, here, None] * A.to(wide)[:, None])  # [batch, dim, chunk, states]
-        held = (step * given)[:, :, here, None] * into[:, :, here]
+        held = (step * wide_x)[:, :, here, None] * into[:, :, here]
         reach = 1
         while reach < held.shape[2]:
             held = torch.cat(
@@ -144,8 +151,8 @@ def reference(
         held = held + decay * state[:, :, None]
         state = held[:, :, -1]
         parts.append((held * out[:, :, here]).sum(-1))
-    y = torch.cat(parts, 2) if parts else given
-    y = y if D is None else y + given * D.to(wide)[:, None]
+    y = torch.cat(parts, 2) if parts else wide_x
+    y = y if D is None else y + wide_x * D.to(wide)[:, None]
     y = y if z is None else y * F.silu(z.to(wide))
     final = (
         state.clone(memory_format=torch.contiguous_format)

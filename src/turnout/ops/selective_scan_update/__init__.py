@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from turnout.ops.layouts import contiguous_strides, with_strides
-from turnout.routing.choose import plain
+from turnout.ops.selective_scan import check_tensors
 from turnout.routing.device import Device
 from turnout.routing.op import Op, Work
 from turnout.routing.public import public
@@ -71,26 +71,18 @@ def check(
     if A.dim() != 2 or A.shape[0] != dim:
         raise ValueError(f"A is {list(A.shape)}, it needs to be [channels, states] with {dim} channels")
     states = A.shape[1]
-    needed = {
-        "x": (x, (batch, dim)),
-        "state": (state, (batch, dim, states)),
-        "dt": (dt, (batch, dim)),
-        "A": (A, (dim, states)),
-        "B": (B, (batch, states)),
-        "C": (C, (batch, states)),
-        "D": (D, (dim,)),
-        "z": (z, (batch, dim)),
-        "dt_bias": (dt_bias, (dim,)),
-    }
-    for name, (tensor, shape) in needed.items():
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} is {list(tensor.shape)}, it needs to be {list(shape)}")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device}, it needs x's device {x.device}")
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} is {plain(tensor.dtype)}, it needs a floating-point dtype")
+    check_tensors(
+        x.device,
+        x=(x, (batch, dim)),
+        state=(state, (batch, dim, states)),
+        dt=(dt, (batch, dim)),
+        A=(A, (dim, states)),
+        B=(B, (batch, states)),
+        C=(C, (batch, states)),
+        D=(D, (dim,)),
+        z=(z, (batch, dim)),
+        dt_bias=(dt_bias, (dim,)),
+    )
 
 
 def reference(

@@ -25,7 +25,7 @@ from turnout.ops.convolution.gpu.packing import phase_filters
 from turnout.ops.convolution.gpu.routes import declare
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.convolution.layout import LAST, dense_strides, known_format, output_in, plain_format
-from turnout.ops.convolution.methods import in_channels_last, in_float32
+from turnout.ops.convolution.methods import Window, in_channels_last, in_float32
 from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import IN_TORCH, finished
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
@@ -100,8 +100,11 @@ def phases_cost(problem: UpsampleConv2d, device: Device) -> float | None:
         weight=(scale**2 * small.weight[0], small.weight[1], *(axis.length for axis in axes_of(problem)))
     )
     seconds = costs.channels_last_cost(filters, device)
-    on_cpu = device.type == "cpu"
-    prepared = device.fitted("convolution.methods").phases_start if on_cpu else 5 * costs.launch(device)
+    if device.type == "cpu":
+        fitted = device.fitted("convolution.methods")
+        prepared = fitted.phases_start + prod(filters.weight) * fitted.phases_weight
+    else:
+        prepared = 5 * costs.launch(device)
     return (
         None
         if seconds is None
@@ -136,7 +139,7 @@ def channels_last_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 def with_channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
 ) -> Tensor:
-    y = in_channels_last(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    y = in_channels_last(upsampled(input, scale), weight, bias, Window([1, 1], padding, [1, 1]))
     return finished(y, None, plain_format(input, weight))
 
 
@@ -154,7 +157,7 @@ def upcast_cost(problem: UpsampleConv2d, device: Device) -> float | None:
 def with_float32(
     input: Tensor, weight: Tensor, bias: Tensor | None, scale: int, padding: list[int]
 ) -> Tensor:
-    y = in_float32(upsampled(input, scale), weight, bias, [1, 1], padding, [1, 1], 1)
+    y = in_float32(upsampled(input, scale), weight, bias, Window([1, 1], padding, [1, 1]))
     return finished(y, None, plain_format(input, weight))
 
 

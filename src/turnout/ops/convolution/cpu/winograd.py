@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from turnout.ops.convolution.layout import FIRST, LAST, in_format, known_strides, torch_format
-from turnout.ops.convolution.methods import in_float32, output_frames
+from turnout.ops.convolution.methods import Window, in_float32, output_frames
 from turnout.ops.convolution.problem import ON_TORCHS_OWN_LOOP
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import array, flat
@@ -86,15 +86,13 @@ def by_winograd(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    window: Window,
 ) -> Tensor:
     """A convolution, 2-D or 3-D, with a kernel of 3 x 3 in height and width, stride 1, spatial dilation 1 and
     one group.
     """
-    format = torch_format(input, weight, bias, stride, padding, dilation, groups)
+    stride, padding, dilation, groups = window
+    format = torch_format(input, weight, bias, *window)
     at_once = OF_SMALL if len(input) == 1 and prod(input.shape[:4]) <= ON_TORCHS_OWN_LOOP else AT_ONCE
     if input.dim() == 4:
         y = of_finite(
@@ -107,7 +105,7 @@ def by_winograd(
         return torch.convolution(
             input, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
         )
-    return in_float32(input, weight, bias, stride, padding, dilation, groups) if y is None else y
+    return in_float32(input, weight, bias, window) if y is None else y
 
 
 def of_finite(
