@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import typer.main
 from typer.testing import CliRunner
 
@@ -39,12 +38,6 @@ def run_examples(page, tmp_path, *, gpu):
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_examples_run(page, tmp_path):
-    if page == ROOT / "docs" / "how-a-call-travels.md":
-        with torch.device("meta"):  # its call is one of 50 million products
-            names = {"turnout": turnout, "a": torch.empty(1, 50_000_000), "b": torch.empty(50_000_000, 1)}
-            for block in blocks(page):
-                exec(block.text, names)
-        return
     run_examples(page, tmp_path, gpu=False)
 
 
