@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401  (declares the ops)
+from tests.gpu import order
 from turnout.ops import numba_cache
 from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
@@ -100,12 +101,25 @@ def alone_among_large():
         torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(items):
-    """GPU tests asked for on a machine without one are an error, not a skip."""
-    if any("gpu" in item.keywords for item in items) and not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
+def pytest_collection_modifyitems(config, items):
+    """GPU tests have an order of their own; on a machine without a GPU they are an error, not a skip."""
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if on_gpu:
+        processes = getattr(config, "workerinput", {}).get("workercount", 1)
+        others = [item for item in items if "gpu" not in item.keywords]
+        items[:] = others + order.arranged(on_gpu, processes, order.stored_seconds())
+        if not torch.cuda.is_available():
+            for item in on_gpu:
                 item.add_marker(pytest.mark.usefixtures("_gpu_missing"))
+
+
+def pytest_collection_finish():
+    """What is here before the first test stays: no collection of garbage walks it again.
+
+    Many tests collect garbage, and modules and tests are some millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

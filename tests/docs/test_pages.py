@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import typer.main
 from typer.testing import CliRunner
 
@@ -39,17 +38,20 @@ def run_examples(page, tmp_path, *, gpu):
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_examples_run(page, tmp_path):
-    if page == ROOT / "docs" / "how-a-call-travels.md":
-        with torch.device("meta"):  # its call is one of 50 million products
-            names = {"turnout": turnout, "a": torch.empty(1, 50_000_000), "b": torch.empty(50_000_000, 1)}
-            for block in blocks(page):
-                exec(block.text, names)
-        return
     run_examples(page, tmp_path, gpu=False)
 
 
+def uses_a_gpu(page):
+    """Whether an example of the page has to do with a GPU; others do there what they do elsewhere."""
+    return any(
+        block.needs_gpu or '"cuda"' in block.text
+        for block in blocks(page)
+        if block.language == "python" and not block.title
+    )
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if uses_a_gpu(page)], ids=name_of)
 def test_examples_for_a_gpu_run(page, tmp_path):
     run_examples(page, tmp_path, gpu=True)
 
@@ -255,6 +257,7 @@ def test_keys_of_bench(tmp_path):
     told = printed("bench", "dot", "--only", "K=16 float32", "--seconds", "0.05", "--device", "cpu")
     assert {key for row in told for key in row} == keys - {"wrong"}
     [told] = printed("bench", "router")
+    assert set(told["dot"]) == {"torch_us", "turnout_us", "added_us"}
     assert all(f"`{key}`" in section for row in told.values() for key in row)
     [told] = printed("bench", "refit", "--device", "h200")
     assert all(f"`{key}`" in section for constant in told for key in constant)

@@ -11,7 +11,9 @@ from tests.parallel.matrix import ALL, AXES, DTYPES, model, random
 from turnout.models import DecodeStream, wan
 from turnout.parallel import Lockstep, latents
 from turnout.parallel.exchange import empty_resized
-from turnout.routing.op import Op, forget_choices
+from turnout.parallel.lockstep import Rank
+from turnout.parallel.split import Split
+from turnout.routing.op import ANYWHERE, Op, forget_choices
 
 SHAPES = {"wan": (1, 4, 7, 4, 5), "wan22": (1, 6, 7, 4, 5)}
 MATRIX = [
@@ -74,6 +76,27 @@ def test_calls_go_together(steps):
     together = {kind for kind in plan(vae).runs_whole if kind[0] == "together"}
     assert len(together) > 10
     assert not whole & together
+
+
+@torch.no_grad()
+def test_routes_that_declare_cuts_between_frames_are_never_run_apart(monkeypatch):
+    """As those of a GPU do: what one call returns is then known from the reference, without running it."""
+    vae, z = model("wan", torch.bfloat16, fast=True), random(*SHAPES["wan"], dtype=torch.bfloat16)
+    alone, chosen = vae.decode(z).sample, Split._chosen
+
+    def declaring(self, op, *rest):
+        run, taken, grains = chosen(self, op, *rest)
+        return run, taken, ANYWHERE if op.name == "causal_conv3d" else grains
+
+    monkeypatch.setattr(Split, "_chosen", declaring)
+    monkeypatch.setattr(Rank, "compares_all", False)
+    turnout.distribute(vae, Lockstep(2), split="width")
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, alone)
+    together = {kind[2] for kind in plan(vae).runs_whole if kind[0] == "together"}
+    known = [kind for each in plan(vae).of_several.values() for kind in getattr(each, "returned", {})]
+    assert {kind[2][0] for kind in known} >= {"causal_conv3d"}
+    assert together
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
