@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+from torch import Tensor
+
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op, Route
@@ -46,10 +48,25 @@ def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -
     """
     called_op, arguments = lower(op, *args, **kwargs)
     try:
+        _check_numbers(dict(zip(called_op.signature.parameters, arguments, strict=True)))
         called_op.reference(*arguments)
-    except (RuntimeError, ValueError, IndexError) as mistake:
+    except (RuntimeError, ValueError, IndexError, ArithmeticError, AssertionError) as mistake:
         name = op if isinstance(op, str) else getattr(op, "__name__", called_op.name)
         raise ValueError(f"{name}: {' '.join(str(mistake).split())}") from mistake
+
+
+LEAST = {"stride": 1, "dilation": 1, "groups": 1, "padding": 0}
+
+
+def _check_numbers(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for what torch refuses on a device but takes, or divides by, on the meta device."""
+    for name, least in LEAST.items():
+        number = arguments.get(name, least)
+        if min(number if isinstance(number, (list, tuple)) else [number], default=least) < least:
+            raise ValueError(f"{name} is {number}, it needs to be at least {least}")
+    weight, bias = arguments.get("weight"), arguments.get("bias")
+    if isinstance(weight, Tensor) and isinstance(bias, Tensor) and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias is {list(bias.shape)}, it needs to be {list(weight.shape[:1])}")
 
 
 @overload

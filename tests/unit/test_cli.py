@@ -114,6 +114,7 @@ def test_explain_takes_every_public_call():
     assert checked > 50
 
 
+CONVOLUTION = ("explain", "conv3d", "--input", "1,3,4,8,8", "--weight", "4,3,3,3,3")
 MISTAKES = [
     (("explain", "zzz"), "op 'zzz' is not known; one of:"),
     (("explain", "atention"), "op 'atention' is not known; did you mean attention? One of:"),
@@ -157,6 +158,16 @@ MISTAKES = [
         "did you mean nvidia-geforce-rtx-4090?",
     ),
     (("explain", "dot", "3"), "cannot be read"),
+    ((*CONVOLUTION, "--stride", "0"), "stride is [0, 0, 0], it needs to be at least 1"),
+    ((*CONVOLUTION, "--dilation", "1,0,1"), "dilation is [1, 0, 1], it needs to be at least 1"),
+    ((*CONVOLUTION, "--padding", "-1"), "padding is [-1, -1, -1], it needs to be at least 0"),
+    ((*CONVOLUTION, "--bias", "5"), "bias is [5], it needs to be [4]"),
+    (("explain", "dot", "--a", "99999999999999999999", "--b", "3"), "too large"),
+    (("explain", "dot", "--a", "4294967296,4294967296", "--b", "3"), "too large"),
+    (("explain", "dot", "--a", "3:float16:bfloat16", "--b", "3"), "are 2 dtypes; give one"),
+    (("explain", "dot", "--a", "3:strides=1:contiguous", "--b", "3"), "are 2 layouts; give one"),
+    (("explain", "dot", "--a", "3:strides=-1", "--b", "3"), "torch has no negative strides"),
+    (("warm", "wan-va"), "model 'wan-va' is not known; did you mean wan-vae?"),
     (("bench", "dot", "--only", "nothing like it"), "no case of dot contains"),
     (("bench", "dot", "--device", "cuda:7"), "no CUDA GPU"),
     (("bench", "dot", "--device", "cudda"), "did you mean cuda?"),
@@ -196,6 +207,7 @@ def test_pin_of_an_unknown_route_lists_the_known(monkeypatch):
         ("bench", "dot", "--out", "FILE/rows"),
         ("bench", "dot", "--roofline", "FILE/roof.png"),
         ("bench", "dot", "--roofline", "FOLDER"),
+        ("bench", "dot", "--roofline", "FOLDER/roof.nope"),
         ("bench", "dot", "--tune", "--export", "FILE/table.json"),
         ("tune", "dot", "--export", "FILE/table.json"),
         ("tune", "dot", "--export", "FOLDER"),

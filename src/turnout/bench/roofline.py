@@ -23,6 +23,13 @@ def load() -> Any:
     return pyplot
 
 
+def check_format(path: Path) -> None:
+    """Raise ValueError if the file's name ends in no format that matplotlib writes."""
+    formats = load().gcf().canvas.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in formats:
+        raise ValueError(f"--roofline {path}: pictures end in one of: {', '.join(sorted(formats))}")
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG with the routed calls and their best peers: operations per byte, operations per second."""
     pyplot = load()

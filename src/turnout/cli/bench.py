@@ -81,7 +81,7 @@ def bench(
         check_file("--export", export)
     if roofline is not None:
         check_file("--roofline", roofline)
-        picture.load()
+        picture.check_format(roofline)
     rows = _measure(selected, torch_device, only, missing, seconds, out, tuned, export, peers, json)
     if missing and not rows:
         errors.print("nothing to measure: a table has a row of every case with the kernels as they are")

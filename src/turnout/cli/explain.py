@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import typer
@@ -135,12 +136,14 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
 
     if any(size < 0 for size in shape):
         raise ValueError(f"{option}: shape {shape} has a negative size; sizes are 0 or more")
-    for suffix in suffixes:
-        if suffix in LAYOUTS[:2] or suffix.startswith("strides="):
-            layout = suffix
-        else:
-            dtype = suffix
-    has_own_layout = layout in suffixes
+    layouts = [suffix for suffix in suffixes if suffix in LAYOUTS[:2] or suffix.startswith("strides=")]
+    dtypes = [suffix for suffix in suffixes if suffix not in layouts]
+    for kind, own in (("dtypes", dtypes), ("layouts", layouts)):
+        if len(own) > 1:
+            raise ValueError(f"{option}: {' and '.join(own)} are {len(own)} {kind}; give one")
+    has_own_layout = bool(layouts)
+    layout, dtype = (layouts or [layout])[0], (dtypes or [dtype])[0]
+    _check_extent(option, "shape", shape)
     options: dict[str, Any] = {"dtype": dtype_named(dtype), "device": "meta"}
     if layout.startswith("strides="):
         try:
@@ -150,6 +153,9 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
                 f"{option}: {layout}: strides are whole numbers with commas between, such as strides=64,1"
             )
             raise ValueError(message) from mistake
+        if any(stride < 0 for stride in strides):
+            raise ValueError(f"{option}: strides {strides}: torch has no negative strides; give 0 or more")
+        _check_extent(option, "strides", strides)
         if len(strides) != len(shape):
             raise ValueError(
                 f"{option}: {len(strides)} strides for a shape of {len(shape)} sizes; give as many"
@@ -163,3 +169,9 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
             f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}"
         )
     return torch.empty(shape, **options, memory_format=formats.get(len(shape), torch.contiguous_format))
+
+
+def _check_extent(option: str, kind: str, numbers: list[int]) -> None:
+    """Raise ValueError if a tensor of this extent has more elements than torch can count."""
+    if math.prod(max(number, 1) for number in numbers) >= 2**63 or max(numbers, default=0) >= 2**63:
+        raise ValueError(f"{option}: {kind} {numbers} are too large; torch counts up to 2**63 - 1 elements")

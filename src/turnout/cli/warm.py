@@ -41,22 +41,25 @@ def warm(
     """
     from turnout.race.ahead import specs_of_race
     from turnout.race.models import RACERS
-    from turnout.routing.names import dtype_named
+    from turnout.routing.names import dtype_named, not_known
     from turnout.warming import warmed
     from turnout.warming.compiling import Compiler, most_jobs
     from turnout.warming.progress import Bar
 
     begun = time.perf_counter()
+    names = list(RACERS) if "all" in models else list(dict.fromkeys(models))
+    for name in names:
+        if name not in RACERS:
+            raise not_known("model", name, RACERS)
     card = warmed.card_named(device)
     wanted = None if dtype is None else dtype_named(dtype)
     jobs = warmed.check_jobs(most_jobs() if jobs is None else jobs)
-    names = list(RACERS) if "all" in models else list(dict.fromkeys(models))
     with Compiler() as compiler, Bar(errors) as bar:
         specs = []
         for name in names:
             bar.plan(name)
             specs += specs_of_race(name, size, wanted, card)
-        found = warmed.compile_specs(
+        compiled = warmed.compile_specs(
             compiler,
             list(dict.fromkeys(specs)),
             card,
@@ -66,9 +69,11 @@ def warm(
             begun=begun,
         )
     if json:
-        kernels = [kernel._asdict() for kernel in found.kernels]
-        print_json({"models": names, "size": size, "ready": found.ready, **vars(found), "kernels": kernels})
+        kernels = [kernel._asdict() for kernel in compiled.kernels]
+        print_json(
+            {"models": names, "size": size, "ready": compiled.ready, **vars(compiled), "kernels": kernels}
+        )
     else:
-        console.print(str(found))
-    if not found.ready:
+        console.print(str(compiled))
+    if not compiled.ready:
         raise typer.Exit(1)

@@ -99,12 +99,12 @@ def card_named(name: str | Device | None) -> Device:
         raise ValueError("this Python is part of another program and cannot start a process that compiles")
     if name is None:
         if not torch.cuda.is_available():
-            raise ValueError("no GPU is here; name the card to compile for, device h200 say")
+            raise ValueError("no GPU is here; name the card to compile for, such as h200")
         name = Device.of("cuda")
     card = name if isinstance(name, Device) else Device.named(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
         raise ValueError(
             f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; "
-            "name one, h200 say"
+            "name one, such as h200"
         )
     return with_software_here(card)
