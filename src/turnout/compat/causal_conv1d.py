@@ -47,7 +47,7 @@ def causal_conv1d_fn(
         if list(final_states_out.shape) != shape:
             raise ValueError(f"final_states_out is {list(final_states_out.shape)}, it needs to be {shape}")
         refuse_write("causal_conv1d_fn", "final_states_out", final_states_out)
-    found = causal_conv1d(
+    result = causal_conv1d(
         x,
         weight,
         bias,
@@ -56,9 +56,9 @@ def causal_conv1d_fn(
         initial_states=initial_states,
         return_final_states=return_final_states,
     )
-    if isinstance(found, tuple) and final_states_out is not None:
-        return found[0], final_states_out.copy_(found[1])
-    return found
+    if isinstance(result, tuple) and final_states_out is not None:
+        return result[0], final_states_out.copy_(result[1])
+    return result
 
 
 def causal_conv1d_update(
@@ -104,5 +104,5 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     at = cu_seqlens[1:, None] - state_len + torch.arange(state_len, device=x.device)  # [N, state_len]
     if x.shape[0] == 0:
         return x.new_zeros(at.shape[0], state_len, x.shape[1]).transpose(1, 2)
-    found = x[at.clamp(0, x.shape[0] - 1)]  # [N, state_len, D]
-    return torch.where((at >= cu_seqlens[:-1, None])[..., None], found, 0).transpose(1, 2)
+    frames = x[at.clamp(0, x.shape[0] - 1)]  # [N, state_len, D]
+    return torch.where((at >= cu_seqlens[:-1, None])[..., None], frames, 0).transpose(1, 2)

@@ -98,13 +98,17 @@ def _compile(launch: Launch, backend: str) -> tuple[Any, str]:
     """The compiled kernel of a launch, and what ptxas said; nothing if it was in Triton's cache already."""
     from triton import knobs
 
-    said = io.StringIO()
-    with operands.compiling(launch.options) as known, knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+    ptxas_log = io.StringIO()
+    with (
+        operands.compiling(launch.options) as known,
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(ptxas_log),
+    ):
         knobs.nvidia.dump_ptxas_log = True
         options = compile_options(launch.warps, known, backend)
         arguments = (*launch.tensors, *launch.numbers)
         kernel = launch.kernel.warmup(*arguments, **launch.constants, grid=(launch.programs,), **options)
-    return kernel, said.getvalue()
+    return kernel, ptxas_log.getvalue()
 
 
 def _resources(kernel: Any, log: str) -> Resources:

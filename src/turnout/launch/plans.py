@@ -234,14 +234,14 @@ def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
     They are written out as code: a loop over tensors would take twice the time.
     """
     used = sorted({x[0] for each in form.launches for x in each if x is not None})
-    given = [i for i in used if i < form.arguments]
+    argument_indices = [i for i in used if i < form.arguments]
     allocated = [i for i in used if i >= form.arguments]
     names = [f"x{i}" for i in range(form.arguments + form.new_tensors)]
     arguments, new_tensors = ", ".join(names[: form.arguments]), names[form.arguments :]
     returned = {None: "None", -1: "".join(new_tensors[:1])}.get(form.outputs)
     returned = returned or f"({''.join(f'{x}, ' for x in new_tensors[: form.outputs])})"
     by_triton = f"[{', '.join(new_tensors)}] = launch_by_triton({arguments}); return {returned}"
-    lines = [*_addresses(given, arguments)]
+    lines = [*_addresses(argument_indices, arguments)]
     if form.on_card:
         lines += [
             "launchers = plan.launchers",

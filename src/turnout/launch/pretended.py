@@ -36,13 +36,15 @@ def twin(x: Tensor) -> Tensor:
     """
     offset = x.data_ptr() % 16 // x.element_size()
     if offset == 0:
-        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
+        on_meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
     else:
         span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-        made = torch.empty(offset + span, dtype=x.dtype, device=_META).as_strided(x.shape, x.stride(), offset)
+        on_meta = torch.empty(offset + span, dtype=x.dtype, device=_META).as_strided(
+            x.shape, x.stride(), offset
+        )
     if isinstance(x, nn.Parameter):
-        return nn.Parameter(made, requires_grad=x.requires_grad)
-    return made.requires_grad_(x.requires_grad)
+        return nn.Parameter(on_meta, requires_grad=x.requires_grad)
+    return on_meta.requires_grad_(x.requires_grad)
 
 
 def on_card(x: Tensor) -> Tensor:
@@ -89,9 +91,9 @@ class Pretended(TorchFunctionMode):
                 result = _as_cudnn_lays_out(result, *tensors[:2])
             return first if isinstance(first, Tensor) and is_known(first) and _writes(func) else result
         if to_card:
-            made = func(*_on_meta(func, args), **_named_on_meta(named))
-            if not isinstance(made, Tensor) or not _is_small(made):
-                return made
+            on_meta = func(*_on_meta(func, args), **_named_on_meta(named))
+            if not isinstance(on_meta, Tensor) or not _is_small(on_meta):
+                return on_meta
             return _known(func(*_on_meta(func, args, _CPU), **_named_on_meta(named, _CPU)))
         result = func(*args, **named)
         return _replaced(result, _is_plain, _known) if any(map(is_known, tensors)) else result

@@ -82,13 +82,13 @@ def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: R
             continue
         touched.add(id(instance))
         entries.append(entry._replace(within=within.get(id(instance), "")))
-        made = patch.patched(instance)
-        if made is not None and made.adapter.channels_last:
+        patched = patch.patched(instance)
+        if patched is not None and patched.adapter.channels_last:
             channels_last += (f"{inner}.",)
-        if made is not None and made.adapter.inside is not None and isinstance(instance, nn.Module):
+        if patched is not None and patched.adapter.inside is not None and isinstance(instance, nn.Module):
             within |= {
                 id(each): within.get(id(each)) or entry.path or "model"
-                for each in bare.read_past(instance, made.adapter.inside)
+                for each in bare.read_past(instance, patched.adapter.inside)
             }
     report.entries += entries
     report.models[path] = _verdict(part, entries)
@@ -250,13 +250,13 @@ def _refusals(instance: object, adapter: type[patch.Adapter]) -> list[str]:
     """
     key = _key(instance, KNOWN)
     if key is not None and adapter is KNOWN[key]:
-        said = list(stock.unlike_stock(type(instance), key, adapter))
-        if said:
-            return said
+        refusals = list(stock.unlike_stock(type(instance), key, adapter))
+        if refusals:
+            return refusals
     if isinstance(instance, nn.Module) and adapter.inside is not None:
-        said = list(bare.strangers(instance, adapter.inside))
-        if said:
-            return said
+        refusals = list(bare.strangers(instance, adapter.inside))
+        if refusals:
+            return refusals
     return list(adapter.refuses(instance))
 
 
@@ -270,12 +270,12 @@ def _patch(
     name = type(instance).__name__
     reasons: list[str] = []
     for adapter in adapters:
-        said = _refusals(instance, adapter)
+        refusals = _refusals(instance, adapter)
         if numerics == "exact" and not adapter.exact:
-            said.append("numerics exact, this adapter computes in another order")
+            refusals.append("numerics exact, this adapter computes in another order")
         if isinstance(instance, nn.Module):
-            said += _taken(instance, adapter)
-        if not said:
+            refusals += _taken(instance, adapter)
+        if not refusals:
             patch.apply(instance, adapter, numerics, relay=relay)
             return Entry(
                 path,
@@ -283,7 +283,7 @@ def _patch(
                 (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."),
                 fused=adapter in _FUSED,
             )
-        reasons += said
+        reasons += refusals
     return Entry(path, name, None, tuple(dict.fromkeys(reasons))) if reasons else None
 
 

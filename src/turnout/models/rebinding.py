@@ -80,29 +80,29 @@ class Rebinder:
         self._open.append(function)
         inside, self._inside = self._inside, []  # a function's names are followed from its own module on
         try:
-            found = self._replaced(function.__globals__, names_in(function.__code__), watched)
+            replaced = self._replaced(function.__globals__, names_in(function.__code__), watched)
             cells = self._cells(function, watched)
         finally:
             self._open.pop()
             self._inside = inside
-        if not found and all(a is b for a, b in zip(cells or (), function.__closure__ or (), strict=True)):
+        if not replaced and all(a is b for a, b in zip(cells or (), function.__closure__ or (), strict=True)):
             return None
-        return Rebound(function, self._copy(function, found, cells), watched)
+        return Rebound(function, self._copy(function, replaced, cells), watched)
 
     def _replaced(
         self, scope: Mapping[str, Any], names: Iterable[str], watched: list[Watched]
     ) -> dict[str, Any]:  # fmt: skip
         """What is to be found instead under those of the names that have a stand-in; `watched` gets them."""
-        found: dict[str, Any] = {}
+        replaced: dict[str, Any] = {}
         for name in names:
             if name not in scope:
                 continue
             value = scope[name]
             replacement = self._instead(name, value, names, watched)
             if replacement is not None:
-                found[name] = replacement
+                replaced[name] = replacement
                 watched.append(Watched(scope, name, value))
-        return found
+        return replaced
 
     def _instead(self, name: str, value: Any, names: Iterable[str], watched: list[Watched]) -> Any:
         replacement = self.stand_in(name, value)
@@ -117,10 +117,10 @@ class Rebinder:
                 return None
             self._inside.append(value)
             try:
-                found = self._replaced(vars(value), names, watched)
+                replaced = self._replaced(vars(value), names, watched)
             finally:
                 self._inside.pop()
-            return _namespace(value, found) if found else None
+            return _namespace(value, replaced) if replaced else None
         if isinstance(value, type) and "super" in names:  # may be given the class, and takes nothing else
             return None
         return Table(value, self) if any(self.rebind(function) for function in _functions_in(value)) else None
@@ -140,9 +140,9 @@ class Rebinder:
             cells.append(cell if replacement is None else types.CellType(replacement))
         return tuple(cells)
 
-    def _copy(self, function: types.FunctionType, found: dict[str, Any], cells: Any) -> types.FunctionType:
+    def _copy(self, function: types.FunctionType, replaced: dict[str, Any], cells: Any) -> types.FunctionType:
         code = function.__code__
-        scope = (_frozen if self.frozen else _live)(function.__globals__, found, names_in(code))
+        scope = (_frozen if self.frozen else _live)(function.__globals__, replaced, names_in(code))
         copy = types.FunctionType(code, scope, function.__name__, function.__defaults__, cells)
         copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
         copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
@@ -227,11 +227,11 @@ def _functions_in(value: Any) -> list[types.FunctionType]:
         tables = [table for table in vars(value).values() if isinstance(table, dict)]
     else:
         tables = [value] if isinstance(value, Mapping) else []
-    found: list[types.FunctionType] = []
+    functions: list[types.FunctionType] = []
     for table in tables:
         if len(table) <= _LARGEST_TABLE:
-            found += [entry for entry in table.values() if isinstance(entry, types.FunctionType)]
-    return found
+            functions += [entry for entry in table.values() if isinstance(entry, types.FunctionType)]
+    return functions
 
 
 def _writes_globals(code: types.CodeType) -> bool:
@@ -251,7 +251,7 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _live(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _live(scope: dict[str, Any], replaced: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The replacements, and for every other name what the module has at that moment."""
     found_in = scope.get("__builtins__", builtins)  # the module or its dict
     every = found_in if isinstance(found_in, dict) else vars(found_in)
@@ -260,17 +260,17 @@ def _live(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str])
     view = type("_Globals", (dict,), {"__missing__": scope.__getitem__})
     # A relative import in the function looks for these, past `__missing__`.
     own = {name: scope[name] for name in ("__name__", "__package__", "__spec__", "__path__") if name in scope}
-    return view({"__builtins__": every, **own, **known, **found})
+    return view({"__builtins__": every, **own, **known, **replaced})
 
 
-def _frozen(scope: dict[str, Any], found: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _frozen(scope: dict[str, Any], replaced: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The globals as they are now. Without the module's name: torch.compile would look the rest up there."""
-    return {name: value for name, value in scope.items() if name != "__name__"} | dict(found)
+    return {name: value for name, value in scope.items() if name != "__name__"} | dict(replaced)
 
 
-def _namespace(module: types.ModuleType, found: Mapping[str, Any]) -> Any:
+def _namespace(module: types.ModuleType, replaced: Mapping[str, Any]) -> Any:
     """A module with some attributes replaced; every other one is the module's at that moment."""
     kind = type(f"{module.__name__} with attributes replaced", (), {"__getattr__": module.__getattribute__})
     namespace = kind()
-    vars(namespace).update(found)
+    vars(namespace).update(replaced)
     return namespace

@@ -81,7 +81,7 @@ class Report:
         return "\n".join([*self._heads(), *kinds, *self._tail(), *self._graphs(1)])
 
     def _heads(self) -> Iterator[str]:
-        yield from (f"{path or 'model'}: {said}" for path, said in self.models.items())
+        yield from (f"{path or 'model'}: {message}" for path, message in self.models.items())
 
     def _graphs(self, most: int) -> Iterator[str]:
         """What became of the calls of models whose graphs are replayed, up to now."""
@@ -98,11 +98,11 @@ class Report:
             yield "  nothing was patched"
 
 
-def _kinds(what: str, entries: Iterable[Entry]) -> Iterator[str]:
+def _kinds(heading: str, entries: Iterable[Entry]) -> Iterator[str]:
     """A line for each kind of part, the most frequent first."""
     kinds = collections.Counter((entry.name, entry.adapter or "; ".join(entry.reasons)) for entry in entries)
-    for (name, said), count in kinds.most_common():
-        yield f"  {what:10s} {count:4d} x {name}: {said}"
+    for (name, reason), count in kinds.most_common():
+        yield f"  {heading:10s} {count:4d} x {name}: {reason}"
 
 
 def _line(entry: Entry) -> str:
@@ -114,14 +114,14 @@ def _line(entry: Entry) -> str:
 
 def weights_of(part: Any) -> Iterator[str]:
     """What is unusual about where the weights of a module are, and of which dtype."""
-    given = [x for x in part.parameters() if x.is_floating_point()]
-    devices = collections.Counter(x.device.type for x in given)
-    dtypes = collections.Counter(str(x.dtype).removeprefix("torch.") for x in given)
-    if devices["meta"] == len(given) > 0:
+    weights = [x for x in part.parameters() if x.is_floating_point()]
+    devices = collections.Counter(x.device.type for x in weights)
+    dtypes = collections.Counter(str(x.dtype).removeprefix("torch.") for x in weights)
+    if devices["meta"] == len(weights) > 0:
         yield "all weights are on the meta device: load them before the model is called"
     elif devices["meta"]:
         yield (
-            f"{devices['meta']} of {len(given)} weights are on the meta device (offloaded): "
+            f"{devices['meta']} of {len(weights)} weights are on the meta device (offloaded): "
             "parts that get theirs by a hook run as stock"
         )
     elif len(devices) > 1:

@@ -38,16 +38,16 @@ def _stock_method(cls: type, name: str) -> Any:
 def _ways(cls: type, entry: str) -> dict[str, Rebound]:
     """The methods of a class, `entry` and those that it calls, that reach scaled_dot_product_attention,
     rebound."""
-    found = _followed(cls, entry)
-    if not all(rebound.is_current() for rebound in found.values()):
+    rebound_methods = _followed(cls, entry)
+    if not all(rebound.is_current() for rebound in rebound_methods.values()):
         _followed.cache_clear()
-        found = _followed(cls, entry)
-    return found
+        rebound_methods = _followed(cls, entry)
+    return rebound_methods
 
 
 @functools.lru_cache(128)
 def _followed(cls: type, entry: str) -> dict[str, Rebound]:
-    found: dict[str, Rebound] = {}
+    rebound_methods: dict[str, Rebound] = {}
     seen: set[str] = set()
     names = [entry]
     while names:
@@ -55,11 +55,11 @@ def _followed(cls: type, entry: str) -> dict[str, Rebound]:
         methods = [] if name in seen else _stock_methods(cls, name)
         seen.add(name)
         rebound = Rebinder(_instead).rebind(methods[0]) if methods else None
-        found |= {} if rebound is None else {name: rebound}
+        rebound_methods |= {} if rebound is None else {name: rebound}
         # Those of parents too: super() may call them, and they call other methods of this instance.
         for method in methods:
             names += names_in(method.__code__)
-    return found
+    return rebound_methods
 
 
 def _stock_methods(cls: type, name: str) -> list[types.FunctionType]:

@@ -32,11 +32,11 @@ TABLE = Path(__file__).with_name("fingerprints.json")
 def unlike_stock(cls: type, key: str, adapter: type[Adapter]) -> Iterator[str]:
     """Why an adapter of the class named `key` does not fit `cls`: that class, or one derived from it."""
     known = _table().get(key, {})
-    found = fingerprint(cls, adapter)
-    if found in known:
+    current = fingerprint(cls, adapter)
+    if current in known:
         return
     library = key.partition(".")[0]
-    if found is None:
+    if current is None:
         yield (
             f"the source of {cls.__qualname__} cannot be read, "
             "so nobody knows whether it is what this adapter was written for"
@@ -77,11 +77,11 @@ def _read_past(cls: type, adapter: type[Adapter]) -> Iterator[Any]:
     names = () if adapter.inside is None else adapter.inside.reads
     for owner in cls.__mro__:
         module = vars(sys.modules.get(owner.__module__))
-        found = [
+        classes = [
             module[name] for name in names if isinstance(name, str) and inspect.isclass(module.get(name))
         ]
-        if found:
-            yield from found
+        if classes:
+            yield from classes
             return
 
 
@@ -115,15 +115,15 @@ def written_out(node: Any) -> str:
 
 def _joined(parts: list[Any]) -> list[Any]:
     """The parts of an f-string, with texts that are neighbours in one, and none that is empty."""
-    found: list[Any] = []
+    joined: list[Any] = []
     for part in parts:
         if isinstance(part, ast.Constant) and not part.value:
             continue
-        if found and all(isinstance(each, ast.Constant) for each in (found[-1], part)):
-            found[-1] = ast.Constant(f"{found[-1].value}{part.value}")
+        if joined and all(isinstance(each, ast.Constant) for each in (joined[-1], part)):
+            joined[-1] = ast.Constant(f"{joined[-1].value}{part.value}")
         else:
-            found.append(part)
-    return found
+            joined.append(part)
+    return joined
 
 
 @functools.cache
@@ -147,8 +147,8 @@ def add_installed(known: dict[str, type[Adapter]], keys: Iterable[str]) -> int:
             cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             continue  # this release has no such model
-        found = fingerprint(cls, known[key])
-        releases = table.setdefault(key, {}).setdefault(found, [])
+        current = fingerprint(cls, known[key])
+        releases = table.setdefault(key, {}).setdefault(current, [])
         release = f"{key.partition('.')[0]} {_version(key.partition('.')[0])}"
         if release not in releases:
             releases.append(release)

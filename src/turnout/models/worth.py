@@ -67,8 +67,8 @@ def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
     if learned is None or type(x) not in _PLAIN:
         return None
     kind = (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
-    found = True if kind in learned.torchs else False if kind in learned.routed else None
-    return found if op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call else None
+    is_torchs = True if kind in learned.torchs else False if kind in learned.routed else None
+    return is_torchs if op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call else None
 
 
 def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> bool:

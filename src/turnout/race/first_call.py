@@ -137,8 +137,8 @@ def _calls_in_a_process(
     name: str, size: str, calls: list[tuple[int, ...]], dtype: str, device: torch.device, folder: Path
 ) -> list[Called]:
     """Two calls of each size in a new process, whose caches are in a folder."""
-    asked = json.dumps([name, size, calls, dtype, str(device)])
-    lines = _run(["-m", "turnout.race.first_call", asked], folder).splitlines()
+    request = json.dumps([name, size, calls, dtype, str(device)])
+    lines = _run(["-m", "turnout.race.first_call", request], folder).splitlines()
     return [Called(*json.loads(line)) for line in lines if line.startswith("[")]
 
 
@@ -159,8 +159,8 @@ def _run(words: list[str], folder: Path, **environment: str) -> str:
         text=True,
     )
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()
-        raise RuntimeError(f"the process that makes the first call has failed: {said[-1]}")
+        output = (done.stderr.strip() or done.stdout.strip() or f"status {done.returncode}").splitlines()
+        raise RuntimeError(f"the process that makes the first call has failed: {output[-1]}")
     return done.stdout
 
 

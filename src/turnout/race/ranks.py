@@ -79,9 +79,9 @@ def race_ranks(
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine!r}; one of: {', '.join(ENGINES)}")
     racer, size = racer_named(name), sized(name, size, device)
-    given = dtype or racer.default_dtype(device)
+    dtype_name = dtype or racer.default_dtype(device)
     config, numbers = numbers_of(name, racer, size)
-    settings = Settings(numbers, dtype_named(given), device)
+    settings = Settings(numbers, dtype_named(dtype_name), device)
     with torch.no_grad():
         model = racer.build(config, settings)
         check_size(name, racer, model, numbers)
@@ -91,7 +91,7 @@ def race_ranks(
             "model": name,
             "size": size,
             "title": f"{racer.title}, {' x '.join(map(str, numbers))} {racer.axes}".strip(),
-            "dtype": given,
+            "dtype": dtype_name,
             "ranks": ranks,
             "engine": engine,
             "machine": machine(device),

@@ -45,7 +45,7 @@ class Compiler:
     """
 
     def __init__(self) -> None:
-        self.said = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if "triton" in sys.modules:  # the folder may have been set in the program
             environment["TRITON_CACHE_DIR"] = sys.modules["triton"].knobs.cache.dir
@@ -54,7 +54,7 @@ class Compiler:
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.said,
+            stderr=self.errors,
             env=environment,
             start_new_session=True,
         )
@@ -77,7 +77,7 @@ class Compiler:
         self.process.kill()
         self.process.wait(_PATIENCE)
         self.process.stdout.close()
-        self.said.close()
+        self.errors.close()
 
     def answers(
         self, specs: list[Spec], device: Device, *, jobs: int, fewest: int | None = 1
@@ -95,9 +95,9 @@ class Compiler:
                 yield answer
         except (EOFError, OSError) as failure:
             self.process.wait(_PATIENCE)
-            self.said.seek(0)
-            said = self.said.read().decode(errors="replace").strip().splitlines()
-            last = said[-1] if said else f"status {self.process.returncode}"
+            self.errors.seek(0)
+            lines = self.errors.read().decode(errors="replace").strip().splitlines()
+            last = lines[-1] if lines else f"status {self.process.returncode}"
             raise RuntimeError(f"the process that compiles has ended: {last}") from failure
 
 

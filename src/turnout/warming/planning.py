@@ -40,9 +40,9 @@ def planning(device: Device) -> Iterator[list[Launch]]:
         try:
             yield launches
         except NotImplementedError as failure:  # of torch's meta kernels: the result's size is in the values
-            said = str(failure).split("\n")[0]
+            message = str(failure).split("\n")[0]
             raise NeedsValuesError(
-                f"the call reads values of tensors, which are not known ahead ({said})"
+                f"the call reads values of tensors, which are not known ahead ({message})"
             ) from failure
 
 
@@ -83,11 +83,11 @@ def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
             types.CellType(_moved(cell.cell_contents, moved, prepare)) for cell in call.__closure__ or ()
         )
         names = {**call.__globals__, **_moved(models, moved, prepare)}
-        made = types.FunctionType(
+        function = types.FunctionType(
             call.__code__, names, call.__name__, _moved(call.__defaults__, moved, prepare), cells or None
         )
-        made.__kwdefaults__ = _moved(call.__kwdefaults__, moved, prepare)
-        return made
+        function.__kwdefaults__ = _moved(call.__kwdefaults__, moved, prepare)
+        return function
     return _moved(call, moved, prepare)
 
 
@@ -144,6 +144,6 @@ def _moved_model(model: nn.Module, moved: dict[int, Any], prepare: Prepare) -> n
         moved.update(
             {id(x): _moved_tensor(x) for x in (*held, *beside) if x is not None and id(x) not in moved}
         )
-    made = copy.deepcopy(model, moved)
-    prepare(made)
-    return made
+    moved_model = copy.deepcopy(model, moved)
+    prepare(moved_model)
+    return moved_model

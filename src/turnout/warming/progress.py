@@ -40,5 +40,5 @@ class Bar:
 
     def tell(self, done: int, total: int, name: str) -> None:
         """So many kernels are compiled, of so many that were missing; `name` is the last one."""
-        said = f"compiled {name}" if name else "compiling"
-        self.shown.update(self.task, description=said, completed=done, total=total)
+        description = f"compiled {name}" if name else "compiling"
+        self.shown.update(self.task, description=description, completed=done, total=total)

@@ -85,17 +85,17 @@ def _look_up_all(request: Request, missing: list[_Task]) -> Iterator[Answer]:
     keys = set()
     for spec in request.specs:
         try:
-            found = look_up(launch_of(spec), request.device)
+            looked_up = look_up(launch_of(spec), request.device)
         except Exception as failure:  # of one kernel; the others are compiled all the same
             yield Answer(spec.name, "failed", error=in_words(failure))
             continue
-        if found.key in keys:
+        if looked_up.key in keys:
             continue
-        keys.add(found.key)
-        if found.present:
+        keys.add(looked_up.key)
+        if looked_up.present:
             yield Answer(spec.name, "cached")
         else:
-            missing.append(_Task(spec, found.size))
+            missing.append(_Task(spec, looked_up.size))
 
 
 def _compiled(spec: Spec, device: Device) -> Answer:
@@ -157,11 +157,11 @@ def _begin(task: _Task, device: Device) -> _Child:
 
 def _end(child: _Child) -> Answer:
     with child.answer:
-        said = child.answer.read()
+        pickled = child.answer.read()
     _, status = os.waitpid(child.process, 0)
     seconds = time.perf_counter() - child.begun
-    if said and status == 0:
-        return pickle.loads(said)
+    if pickled and status == 0:
+        return pickle.loads(pickled)
     how = (
         f"by signal {os.WTERMSIG(status)}"
         if os.WIFSIGNALED(status)

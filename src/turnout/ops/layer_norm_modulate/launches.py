@@ -49,8 +49,8 @@ def plan(
 
     assert shapes[0] is not None
     batch, length, size = shapes[0]
-    streams = [steps(*given) for given in zip(shapes[:2], strides[:2], strict=True)]
-    modulations = [steps(*given) for given in zip(shapes[2:], strides[2:], strict=True)]
+    streams = [steps(*tensor) for tensor in zip(shapes[:2], strides[:2], strict=True)]
+    modulations = [steps(*tensor) for tensor in zip(shapes[2:], strides[2:], strict=True)]
     numbers = [step for pair in (*streams, *modulations) for step in pair]
     # Read once for several tokens, they come in x's layout only if they are as wide as x and a token's tile
     # is a vector for each thread.

@@ -106,13 +106,13 @@ def check_shape(name: str, x: Tensor | None, q: Tensor, wanted: tuple[int | None
 def check_weights(
     q: Tensor, q2: Tensor | None, k: Tensor | None, weights: tuple[Tensor | None, ...], norm: str
 ) -> None:
-    given = [w is not None for w in weights]
-    if norm == "none" and any(given):
+    are_given = [w is not None for w in weights]
+    if norm == "none" and any(are_given):
         raise ValueError("a weight without a norm, leave one of them out")
     wanted = [True, q2 is not None, k is not None, q2 is not None and k is not None]
-    if any(given) and given != wanted:
+    if any(are_given) and are_given != wanted:
         raise ValueError(
-            f"weights are given for {sum(given)} of {sum(wanted)} tensors, "
+            f"weights are given for {sum(are_given)} of {sum(wanted)} tensors, "
             "each stream of q and k needs its own"
         )
     if len({w.dtype for w in weights if w is not None}) > 1:
