@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401  (declares the ops)
+from tests.float32 import left_as_it_was
 from turnout.ops import numba_cache
 from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
@@ -31,7 +32,8 @@ def _clean(tmp_path, monkeypatch):
     for name in ("TURNOUT_PIN", "TURNOUT_NUMERICS"):
         monkeypatch.delenv(name, raising=False)
     forget_everything()
-    yield
+    with left_as_it_was():
+        yield
     forget_everything()
 
 

@@ -27,6 +27,7 @@ from tests.faults.public_calls import (
     tensors_in,
     wanting_gradients,
 )
+from tests.float32 import PLACES, all_precisions, left_as_it_was
 from turnout.ops.attention import padding
 from turnout.ops.causal_conv1d import checks
 from turnout.routing import machine
@@ -72,8 +73,6 @@ SETTINGS = [
     *set_flag(torch.backends.cuda.matmul, "allow_tf32", True, False),
     *(functools.partial(torch.set_float32_matmul_precision, how) for how in ("highest", "high", "medium")),
 ]
-
-PLACES = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "conv", "matmul", "rnn"))]
 
 
 @pytest.fixture
@@ -150,10 +149,19 @@ def test_matrix_products_that_are_less_exact_are_not_taken_for_convolutions(prec
 def test_strict_float32_leaves_the_settings_as_they_were(precisions):
     for change in SETTINGS:
         change()
-        before = {place: get_precision(*place) for place in PLACES}
+        before = all_precisions()
         with strict_float32(("cuda", "conv"), ("mkldnn", "matmul")):
             assert get_precision("cuda", "conv") == get_precision("mkldnn", "matmul") == "ieee"
-        assert {place: get_precision(*place) for place in PLACES} == before
+        assert all_precisions() == before
+
+
+def test_a_test_that_leaves_another_setting_behind_fails(precisions):
+    before = all_precisions()
+    with pytest.raises(AssertionError, match=r"\('cuda', 'conv'\): 'ieee'"), left_as_it_was():
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+    assert all_precisions() == before
+    with left_as_it_was(), strict_float32(("cuda", "conv"), ("mkldnn", "matmul")):
+        assert all_precisions() != before
 
 
 FIRST = """
