@@ -12,6 +12,7 @@ import torch
 
 import turnout  # noqa: F401  (declares the ops)
 from tests.float32 import left_as_it_was
+from tests.gpu import order
 from turnout.ops import numba_cache
 from turnout.routing import failures, settings
 from turnout.routing.op import OPS, forget_choices
@@ -102,13 +103,16 @@ def alone_among_large():
         torch.cuda.empty_cache()
 
 
-def pytest_collection_modifyitems(items):
-    """GPU tests asked for on a machine without one are an error, not a skip."""
-    if any("gpu" in item.keywords for item in items):
+def pytest_collection_modifyitems(config, items):
+    """GPU tests have an order of their own; on a machine without a GPU they are an error, not a skip."""
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if on_gpu:
+        processes = getattr(config, "workerinput", {}).get("workercount", 1)
+        others = [item for item in items if "gpu" not in item.keywords]
+        items[:] = others + order.arranged(on_gpu, processes, order.stored_seconds())
         fixture = "_attention_settled" if torch.cuda.is_available() else "_gpu_missing"
-        for item in items:
-            if "gpu" in item.keywords:
-                item.fixturenames.insert(0, fixture)
+        for item in on_gpu:
+            item.fixturenames.insert(0, fixture)
 
 
 @pytest.fixture(scope="session")

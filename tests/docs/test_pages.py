@@ -41,8 +41,17 @@ def test_examples_run(page, tmp_path):
     run_examples(page, tmp_path, gpu=False)
 
 
+def uses_a_gpu(page):
+    """Whether an example of the page has to do with a GPU; others do there what they do elsewhere."""
+    return any(
+        block.needs_gpu or '"cuda"' in block.text
+        for block in blocks(page)
+        if block.language == "python" and not block.title
+    )
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if uses_a_gpu(page)], ids=name_of)
 def test_examples_for_a_gpu_run(page, tmp_path):
     run_examples(page, tmp_path, gpu=True)
 

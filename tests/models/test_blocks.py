@@ -190,6 +190,97 @@ def test_wan_blocks(cross_attn_norm, each_token, dtype):
     assert (count["layer_norm_modulate"], count["gated_add"]) == ((3, 1) if cross_attn_norm else (2, 2))
 
 
+def wan(**other):
+    from diffusers import WanTransformer3DModel
+
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16}
+    return WanTransformer3DModel(**sizes, num_layers=1, in_channels=4, out_channels=4, **other).eval()
+
+
+def clip_call(model, each_token=False, size=(1, 4, 2, 6, 4), **rest):
+    """2 x 3 x 2 tokens, a time step for each or one for all."""
+    steps = torch.full((size[0], 12), 3) if each_token else torch.full((size[0],), 3)
+    video, text = random(*size).to(model.dtype), random(size[0], 5, 8).to(model.dtype)
+    return model(video, steps, text, **rest)
+
+
+@pytest.mark.parametrize("each_token", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@torch.no_grad()
+def test_wan_transformers(each_token, dtype):
+    model = wan().to(dtype)
+    share = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float64: 2e-5}[dtype]
+    count = agrees(model, lambda model: clip_call(model, each_token).sample, share)
+    assert count["layer_norm_modulate"] == 4  # three of the block, and the last
+    assert count["conv3d"] == 0
+
+
+@torch.no_grad()
+def test_wan_transformers_with_other_calls():
+    model = wan()
+    agrees(model, lambda model: clip_call(model, return_dict=False)[0])
+    agrees(model, lambda model: clip_call(model, size=(2, 4, 3, 6, 4)).sample)
+    count = agrees(model, lambda model: clip_call(model, attention_kwargs={"scale": 0.5}).sample)
+    assert count["layer_norm_modulate"] == 3, "the stock method has the decorator that scales LoRA layers"
+    assert count["conv3d"] == 1
+    agrees(wan(patch_size=(2, 3, 1)), lambda model: clip_call(model).sample)
+    agrees(wan(patch_size=(1, 4, 3)), lambda model: clip_call(model, size=(1, 4, 2, 4, 6)).sample)
+
+
+@torch.no_grad()
+def test_wan_transformers_see_what_is_done_to_their_parts():
+    model = wan()
+    seen = []
+    turnout.accelerate(model)
+    clip_call(model)
+    for part in (model.patch_embedding, model.norm_out, model.proj_out):
+        hook = part.register_forward_hook(lambda part, *_: seen.append(type(part).__name__))
+        clip_call(model)
+        hook.remove()
+    assert seen == ["Conv3d", "FP32LayerNorm", "Linear"]
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"padding": (0, 2, 0)}, {"stride": (1, 1, 2)}, {"groups": 2}, {"dilation": (1, 2, 1)}]
+)
+def test_tokens_of_patches_are_those_of_the_convolution(other):
+    conv = nn.Conv3d(4, 6, (1, 2, 2), **{"stride": (1, 2, 2), **other})
+    for size in ((4, 6), (5, 7)):  # the last row and column are left out
+        x = torch.randn(2, 4, 3, *size)
+        expected = conv(x).flatten(2).transpose(1, 2)
+        found = blocks._tokens_of_patches(conv, x, [3, size[0] // 2, size[1] // 2])
+        assert found.is_contiguous()
+        close(found, expected)
+
+
+def test_wan_transformers_have_gradients():
+    model = wan()
+    model.enable_gradient_checkpointing()
+    found = []
+    for checkpoints in (True, False):
+        model.train(checkpoints)
+        model.gradient_checkpointing = checkpoints
+        for fast in (False, True):
+            torch.manual_seed(1)
+            model.zero_grad()
+            with turnout.accelerated(model) if fast else torch.enable_grad():
+                clip_call(model).sample.square().sum().backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+    for each in found[1:]:
+        for actual, expected in zip(each, found[0], strict=True):
+            close(actual, expected, 1e-4)
+
+
+def test_a_wan_transformer_with_another_norm_is_not_touched():
+    model = wan()
+    model.norm_out = nn.LayerNorm(24)
+    report = turnout.accelerate(model)
+    reasons = {entry.name: entry.reasons for entry in report.refused}
+    assert reasons["WanTransformer3DModel"] == (
+        "norm LayerNorm, this adapter needs a layer norm without weights",
+    )
+
+
 def test_parts_of_one_tensor_are_that_tensor():
     whole = torch.randn(2, 7, 4)
     for found in (blocks.joined(whole[:, :3], whole[:, 3:]), blocks.joined(whole[:1, :3], whole[:1, 3:])):

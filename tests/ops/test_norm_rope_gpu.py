@@ -21,24 +21,31 @@ def tables(tokens, width):
     return turns.cos(), turns.sin()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [32, 64, 72, 96, 128, 160, 256])
-@pytest.mark.parametrize("pairing", ["interleaved", "half"])
-def test_head_sizes(dtype, dim, pairing):
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DIMS = (32, 64, 72, 96, 128, 160, 256)
+# Norms over one head and across heads take turns from one dtype, size and pairing to the next.
+HEADS = [
+    pytest.param(dtype, dim, pairing, (i + j + k) % 2 == 1, id=f"{pairing}-{dim}-{str(dtype)[6:]}")
+    for i, pairing in enumerate(("interleaved", "half"))
+    for j, dim in enumerate(DIMS)
+    for k, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("dtype", "dim", "pairing", "across"), HEADS)
+def test_head_sizes(dtype, dim, pairing, across):
     q, k = (torch.randn(2, 37, 3 * 6, dim, device=CUDA, dtype=dtype)[:, :, 6:12] for _ in range(2))
-    for across in (False, True):
-        weights = [torch.randn(6 * dim if across else dim, device=CUDA, dtype=dtype) for _ in range(2)]
-        args = arguments(
-            q,
-            k,
-            *tables(37, dim // 2),
-            q_weight=weights[0],
-            k_weight=weights[1],
-            across_heads=across,
-            pairing=pairing,
-        )
-        trial = Verifier(NORM_ROPE, args)
-        assert trial.mismatch("close", NORM_ROPE.routes["one-pass"].run) is None
+    weights = [torch.randn(6 * dim if across else dim, device=CUDA, dtype=dtype) for _ in range(2)]
+    args = arguments(
+        q,
+        k,
+        *tables(37, dim // 2),
+        q_weight=weights[0],
+        k_weight=weights[1],
+        across_heads=across,
+        pairing=pairing,
+    )
+    assert Verifier(NORM_ROPE, args).mismatch("close", NORM_ROPE.routes["one-pass"].run) is None
 
 
 def test_half_types_are_the_reference_bit_for_bit_nearly_always():

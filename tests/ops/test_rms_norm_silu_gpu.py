@@ -21,16 +21,16 @@ def _seeded():
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_channels_of_every_kind(route, dtype):
-    for channels in (3, 16, 48, 96, 160, 192, 384, 640, 1000, 1024):
+@pytest.mark.parametrize("style", ["normalize", "rms_norm"])
+def test_channels_of_every_kind(route, dtype, style):
+    """Half of the numbers of channels in one style, half in the other: each is compiled anew."""
+    first = (style == "rms_norm") ^ (dtype is torch.float16)
+    for channels in (3, 16, 48, 96, 160, 192, 384, 640, 1000, 1024)[first::2]:
         x = torch.randn(2, channels, 2, 9, 13, device=CUDA).to(dtype).contiguous(memory_format=FORMATS[route])
         weight = torch.randn(channels, device=CUDA, dtype=dtype)
-        for style in ("normalize", "rms_norm"):
-            args = (x, weight, None, 1e-6, 1, style, True)
-            assert Verifier(RMS_NORM_SILU, args).mismatch("close", RMS_NORM_SILU.routes[route].run) is None, (
-                channels,
-                style,
-            )
+        args = (x, weight, None, 1e-6, 1, style, True)
+        run = RMS_NORM_SILU.routes[route].run
+        assert Verifier(RMS_NORM_SILU, args).mismatch("close", run) is None, channels
 
 
 @formats

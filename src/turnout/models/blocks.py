@@ -350,3 +350,83 @@ class WanBlock(Adapter):
         found = self.attn2(normed, encoder_hidden_states, None, None)
         normed, x = ops.layer_norm_modulate(found, last_scale, last_shift, eps=self.norm3.eps, residual=x)
         return ops.gated_add(x, last_gate, self.ffn(normed))
+
+
+class WanTransformer(Adapter):
+    """patches as one product, last norm with scale and shift in one pass"""
+
+    inside = Inside(
+        reads=("FP32LayerNorm", nn.LayerNorm, nn.Conv3d),
+        calls=("rope", "condition_embedder", "blocks", "proj_out"),
+    )
+
+    @staticmethod
+    def refuses(instance: Any) -> Iterable[str]:
+        yield from _needs_bare_norm(instance.norm_out)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_image: Tensor | None = None,
+        return_dict: bool = True,
+        attention_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        # the scale of LoRA layers is the business of the stock method's decorator
+        if attention_kwargs is not None or (torch.is_grad_enabled() and self.gradient_checkpointing):
+            return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
+                hidden_states,
+                timestep,
+                encoder_hidden_states,
+                encoder_hidden_states_image,
+                return_dict,
+                attention_kwargs=attention_kwargs,
+            )
+        patch = self.config.patch_size
+        batch = hidden_states.shape[0]
+        places = [size // length for size, length in zip(hidden_states.shape[2:], patch, strict=True)]
+        rotary_emb = self.rope(hidden_states)
+        x = _tokens_of_patches(self.patch_embedding, hidden_states, places)
+        tokens = timestep.shape[1] if timestep.ndim == 2 else None
+        temb, modulation, text, image = self.condition_embedder(
+            timestep.flatten() if timestep.ndim == 2 else timestep,
+            encoder_hidden_states,
+            encoder_hidden_states_image,
+            timestep_seq_len=tokens,
+        )
+        modulation = modulation.unflatten(1 if tokens is None else 2, (6, -1))
+        text = text if image is None else torch.concat([image, text], 1)
+        for block in self.blocks:
+            x = block(x, text, modulation, rotary_emb)
+        wide = torch.promote_types(temb.dtype, torch.float32)
+        both = self.scale_shift_table.to(temb.device) + temb.to(wide).unsqueeze(-2)  # [B, 2, C], [B, S, 2, C]
+        shift, scale = both.to(x.device).unbind(-2)
+        x = self.proj_out(ops.layer_norm_modulate(x, scale, shift, eps=self.norm_out.eps))
+        x = x.reshape(batch, *places, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)  # [B, C, T, p, H, p, W, p]
+        video = x.flatten(6, 7).flatten(4, 5).flatten(2, 3)
+        if not return_dict:
+            return (video,)
+        from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+        return Transformer2DModelOutput(sample=video)
+
+
+def _tokens_of_patches(conv: Any, x: Tensor, places: list[int]) -> Tensor:
+    """`[B, C, T, H, W]` to `[B, S, C']`, a convolution as far apart as it is wide: a product, whose result
+    lies as the blocks read it, where a convolution's would be copied."""
+    patch = list(conv.weight.shape[2:])
+    plain = (
+        list(conv.stride) == patch
+        and conv.groups == 1
+        and (tuple(conv.padding), tuple(conv.dilation)) == ((0, 0, 0), (1, 1, 1))
+        and all(
+            size == count * length for size, count, length in zip(x.shape[2:], places, patch, strict=True)
+        )
+    )
+    if not plain:
+        return conv(x).flatten(2).transpose(1, 2).contiguous()
+    for axis in (4, 3, 2):
+        x = x.unflatten(axis, (places[axis - 2], patch[axis - 2]))
+    patches = x.permute(0, 2, 4, 6, 1, 3, 5, 7).flatten(4).flatten(1, 3)  # [B, T, H, W, C, p, p, p]
+    return F.linear(patches, conv.weight.flatten(1), conv.bias)

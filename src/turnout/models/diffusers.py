@@ -81,6 +81,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
             "transformers.transformer_flux.FluxTransformerBlock": blocks.FluxBlock,
             "transformers.transformer_flux.FluxSingleTransformerBlock": blocks.FluxSingleBlock,
             "transformers.transformer_wan.WanTransformerBlock": blocks.WanBlock,
+            "transformers.transformer_wan.WanTransformer3DModel": blocks.WanTransformer,
             "transformers.transformer_qwenimage.QwenImageTransformerBlock": blocks.QwenImageBlock,
             "activations.GELU": blocks.Gelu,
             "normalization.AdaLayerNormZero": blocks.AdaLayerNormZero,
