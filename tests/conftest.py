@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = others + order.arranged(on_gpu, processes, order.stored_seconds())
         fixture = "_attention_settled" if torch.cuda.is_available() else "_gpu_missing"
         for item in on_gpu:
-            item.fixturenames.insert(0, fixture)
+            item.fixturenames = [fixture, *item.fixturenames]  # other cases of a test share its list
 
 
 @pytest.fixture(scope="session")
