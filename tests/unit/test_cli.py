@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import turnout as package
@@ -376,13 +377,12 @@ def test_tune_what_a_model_calls(tmp_path):
     assert {row["op"] for row in json.loads((tmp_path / "t.json").read_text())["rows"]} == {"conv2d"}
 
 
-def test_the_small_calls_of_bench_router_are_cases():
-    """They are timed on a GPU only; a case that was renamed would be noticed there only."""
+def test_bench_router_times_a_case_of_every_op_that_models_call_often():
+    """They are timed on a GPU only; an op without cases there would be noticed there only."""
     from turnout.bench import router
-    from turnout.routing.op import OPS
 
-    for name, wanted in router._SMALL.items():
-        assert [str(case) for case in OPS[name].cases() if str(case) == wanted], name
+    timed = {(kind, op.name) for kind, op, _ in router.cases_of(torch.device("cuda"))}
+    assert timed == {(kind, name) for kind, names in router.KINDS.items() for name in names}
 
 
 def test_missing_cases_of_an_absent_card_are_listed():
