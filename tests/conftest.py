@@ -113,6 +113,15 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.usefixtures("_gpu_missing"))
 
 
+def pytest_collection_finish():
+    """What is here before the first test stays: no collection of garbage walks it again.
+
+    Many tests collect garbage, and modules and tests are some millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def _gpu_missing():
     pytest.fail("this machine has no CUDA GPU; run without -m gpu")

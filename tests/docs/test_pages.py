@@ -257,6 +257,7 @@ def test_keys_of_bench(tmp_path):
     told = printed("bench", "dot", "--only", "K=16 float32", "--seconds", "0.05", "--device", "cpu")
     assert {key for row in told for key in row} == keys - {"wrong"}
     [told] = printed("bench", "router")
+    assert set(told["dot"]) == {"torch_us", "turnout_us", "added_us"}
     assert all(f"`{key}`" in section for row in told.values() for key in row)
     [told] = printed("bench", "refit", "--device", "h200")
     assert all(f"`{key}`" in section for constant in told for key in constant)

@@ -76,9 +76,9 @@ class Call:
             self.run = route.prepared(self.sets[0], dict(next(iter(route.configs(problem, _here))))).call
 
     def seconds(self):
-        """The time of one call, the best of five."""
+        """The time of one call, the best of two."""
         times = []
-        for _ in range(6):
+        for _ in range(3):
             args = self.fresh(0)
             times.append(1e-3 * time_call(functools.partial(self.run, *args), walk.CPU).ms)
         return min(times[1:])

@@ -5,6 +5,7 @@ kind to every CPU route and prints a line per route and kind: signals sent, call
 while a kernel of ours was running), calls that finished, wrong results, handlers' exceptions that were lost.
 """
 
+import functools
 import gc
 import os
 import random
@@ -143,11 +144,17 @@ def spoil(outputs):
             x.fill_(7)
 
 
+@functools.lru_cache(maxsize=1)
+def undisturbed(op, route):
+    """The calls of a route, each with two sets of values, and the seconds that it takes; for all kinds."""
+    return [(Undisturbed(call, which), seconds) for call, seconds in calls(op, route) for which in (0, 1)]
+
+
 def attack(op, route, kind, count):
     """Send `count` signals to calls of a route, print and return what happened."""
     counts, wrong = Counter(sent=0, raised=0, in_kernel=0, finished=0, wrong=0, lost=0), []
     draw = random.Random(f"{op.name} {route.name} {kind.__name__}")
-    chosen = [(Undisturbed(call, which), seconds) for call, seconds in calls(op, route) for which in (0, 1)]
+    chosen = undisturbed(op, route)
     gc.collect()
     with kind() as signals:
         for i in range(count):
@@ -193,8 +200,8 @@ def check(counts, wrong):
         assert counts["raised"] > counts["sent"] / 5, "too few of the signals arrived inside a call"
 
 
+@pytest.mark.parametrize("kind", [ByTimer, ByProcess], ids=["alarm", "interrupt"])  # one after the other
 @walk.cpu_routes
-@pytest.mark.parametrize("kind", [ByTimer, ByProcess], ids=["alarm", "interrupt"])
 def test_a_call_raises_or_is_right(op, route, kind):
     check(*attack(op, route, kind, SIGNALS))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import turnout
+from tests.faults.public_calls import EVERY_CALL
 from tests.models.played import play_graphs
 from tests.models.pretended_cuda import pretend_cuda
 from tests.models.zoo import made, random
@@ -114,7 +115,8 @@ def test_repeat_after_failure_in_any_layer_of_a_stock_model(name):
         recorder.remove()
     layers = dict.fromkeys(ran)  # each once
     assert len(layers) > 95
-    for i, layer in enumerate(layers):
+    third = NAMES.index(name)  # the three models are built alike: each layer fails in one of them
+    for i, layer in list(enumerate(layers))[third :: 1 if EVERY_CALL else 3]:
         failure, error = Failure(), ERRORS[i % len(ERRORS)]
         hook = (layer.register_forward_pre_hook if i % 2 else layer.register_forward_hook)(failure)
         stream.reset()
@@ -287,13 +289,13 @@ def test_repeat_after_signals(case, request):
     expected = undisturbed(model, *parts)
     stream = DecodeStream(model, graph=case == "graph")
     with Alarms() as alarms:
-        for i in range(5):
+        for i in range(3):
             stream.reset()
             for k, (part, wanted) in enumerate(zip(parts, expected, strict=True)):
                 wait = 1e-4 * (1 + (37 * i + 11 * k) % 101)  # 0.1 to 10 ms; a step takes about 10
                 actual = alarms.until_done(functools.partial(stream.decode, part), wait)
                 assert torch.equal(actual, wanted)
-    assert alarms.raised > 30
+    assert alarms.raised > 18
 
 
 # CUDA graphs

@@ -1,5 +1,6 @@
 """The models that race: all known ones, in their published sizes, with given weights too."""
 
+import copy
 import json
 
 import pytest
@@ -54,6 +55,23 @@ def test_full_sizes_are_the_published_ones():
         with torch.device("meta"):
             model = RACERS[name].load_class()(**RACERS[name]._arguments("full"))
         assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=1e-3), name
+
+
+@pytest.mark.parametrize("name", [name for name, racer in RACERS.items() if racer.package == "diffusers"])
+@torch.no_grad()
+def test_calls_look_for_their_dtype_without_a_walk(name, monkeypatch):
+    """`model.dtype` goes through all modules: what the race pays for it would be part of every lane."""
+    from diffusers import ModelMixin
+
+    def walk(model):
+        raise AssertionError("a call asked for model.dtype")
+
+    model, call = RACERS[name].make("tiny", torch.bfloat16, CPU)
+    wide = copy.deepcopy(model).float()
+    monkeypatch.setattr(ModelMixin, "dtype", property(walk))
+    assert call(model).dtype is torch.bfloat16
+    assert call(wide).dtype is torch.float32  # the truth of a race
+    assert call(model).dtype is torch.bfloat16
 
 
 def test_every_model_races(tmp_path):

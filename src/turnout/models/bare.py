@@ -20,7 +20,7 @@ import inspect
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +104,7 @@ class _Watch:
         self.bare = known and pads and not any(map(_shadowed, self.modules))
         self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
         self.any_dtype = inside.any_dtype
+        self.made: dict[Any, Any] = {}
 
     def changed(self) -> bool:
         held = list(_everything(map(dict.values, self.dicts)))
@@ -132,6 +133,20 @@ class _Watch:
 
 
 _watches: dict[tuple[int, int], _Watch] = {}
+
+
+def remembered(root: nn.Module, inside: Inside, make: Callable[[Any], Any]) -> Any:
+    """What `make(root)` gives, made once for as long as the modules that are read past, and their parameters,
+    are the same ones. To be asked behind `is_bare`, which looks.
+
+    Parameters that are looked up through their modules cost a host 0.4 us each.
+    """
+    watch = _watches.get((id(root), id(inside)))
+    if watch is None or watch.root() is not root:
+        return make(root)
+    if make not in watch.made:
+        watch.made[make] = make(root)
+    return watch.made[make]
 
 
 def forget(modules: Iterable[object]) -> None:

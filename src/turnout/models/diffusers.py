@@ -5,7 +5,7 @@ Names only: diffusers itself is imported by whoever made the model.
 
 from __future__ import annotations
 
-from turnout.models import blocks, cogvideox, dit, hunyuan, image, ltx, wan
+from turnout.models import blocks, cogvideox, dit, hunyuan, image, ltx, unet, wan
 from turnout.models.patch import Adapter
 
 _AUTOENCODERS = "diffusers.models.autoencoders"
@@ -73,6 +73,7 @@ ADAPTERS: dict[str, type[Adapter]] = {
             "resnet.ResnetBlock2D": image.ResnetBlock,
             "upsampling.Upsample2D": image.Upsample,
             "upsampling.CogVideoXUpsample3D": cogvideox.Upsample,
+            "attention.BasicTransformerBlock": unet.TransformerBlock,
             "attention_processor.AttnProcessor2_0": image.AttentionProcessor,
             "transformers.transformer_flux.FluxAttnProcessor": dit.FluxProcessor,
             "transformers.transformer_wan.WanAttnProcessor": dit.WanProcessor,
