@@ -84,10 +84,12 @@ docs: setup
 	$(RUN) -m benchmarks.docs_pages
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
-# What a card's own Python may lack, as plain Python.
+# What a card's own Python may lack, for that Python: what pip would bring torch with, and what it need not.
 PACKAGES_FOLDER := .card-packages
-CARD_PACKAGES := diffusers peft pytest pytest-timeout pytest-xdist execnet pluggy iniconfig packaging pygments rich \
-	typer annotated-doc click shellingham markdown-it-py mdurl platformdirs
+CARD_PYTHON ?= 3.12
+CARD_PLATFORM ?= manylinux2014_x86_64
+ALONE := diffusers peft
+WITH_NEEDS := typer click rich platformdirs pytest pytest-timeout pytest-xdist
 
 # On a machine with a CUDA GPU, with whatever torch and triton it has, and pytest-xdist: processes share the card.
 PROCESSES ?= 15
@@ -112,11 +114,13 @@ card:
 card-summary:
 	$(CARD) --summary $(if $(CODE),--commit $(CODE)) $(if $(NAME),--card $(NAME))
 
-# What the steps import beside torch and Triton, as plain Python, for a card without a network: copy the folder.
+# What the steps import beside torch and Triton, for a card without a network: copy the folder.
+PIP_FOR_CARD = $(PYTHON) -m pip install -q --no-compile -c constraints.txt --target $(PACKAGES_FOLDER) \
+	--python-version $(CARD_PYTHON) --platform $(CARD_PLATFORM) --only-binary=:all:
 card-packages:
 	rm -rf $(PACKAGES_FOLDER)
-	$(PYTHON) -m pip install -q --no-deps --no-compile -c constraints.txt --target $(PACKAGES_FOLDER) \
-	$(CARD_PACKAGES)
+	$(PIP_FOR_CARD) --no-deps $(ALONE)
+	$(PIP_FOR_CARD) $(WITH_NEEDS)
 	rm -rf $(PACKAGES_FOLDER)/bin $(PACKAGES_FOLDER)/*/tests
 
 clean:

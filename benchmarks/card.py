@@ -25,14 +25,16 @@ from typing import Any, NamedTuple
 from benchmarks import targets
 
 ROOT = Path(__file__).parents[1]
-# What the steps import, by the name of the module. `make card-packages` collects what is plain Python.
+# What the steps import, by the name of the module. `make card-packages` collects what it may lack.
 PACKAGES = {
     "accelerate": "accelerate", "diffusers": "diffusers", "peft": "peft", "platformdirs": "platformdirs",
     "pytest": "pytest", "pytest_timeout": "pytest-timeout", "rich": "rich", "torch": "torch",
     "transformers": "transformers", "triton": "triton", "typer": "typer", "xdist": "pytest-xdist",
 }  # fmt: skip
 LOG = "card.jsonl"
+_RACES_LISTED = ("-m", "turnout", "race", "--list")
 DONE, FAILED, OUT_OF_TIME = "done", "failed", "out of time"
+ALIKE = 3  # steps in a row that fail with the same words: so would the others
 STARTED = 15.0  # seconds: a step with less left would hardly be there before it ends
 # Races that targets are of, in the order of what they decide; then all others.
 RACES = (
@@ -147,6 +149,14 @@ def missing_packages() -> list[str]:
     return reasons
 
 
+def broken_commands(log: Path) -> list[str]:
+    """What the command line says where it does not run at all: a line for each command that failed."""
+    log.parent.mkdir(exist_ok=True)
+    tried = (Step("version", ("-m", "turnout", "--version")), Step("races", _RACES_LISTED))
+    found = [(step, *run(step, 120.0, log)) for step in tried]
+    return [f"python {' '.join(step.words)}: {state}: {said}" for step, state, said in found if state != DONE]
+
+
 def pending(all_steps: Sequence[Step], known: Sequence[dict[str, Any]], again: bool) -> list[Step]:
     """The steps that are left, those first that were not tried; with `again` also those that failed."""
     states = {row["step"]: row["state"] for row in known}
@@ -199,6 +209,7 @@ def measure(settings: Settings, again: bool = False) -> int:
     device = _device(settings.device)
     left = pending(all_steps, rows_of_this_code(path, device), again)
     print(f"{len(all_steps) - len(left)} of {len(all_steps)} steps are done; what they say is in {log}")
+    last_words: list[str | None] = []  # of steps that failed; None: of one that did not
     for i, step in enumerate(left):
         left_of_all = end - time.monotonic()
         if i and left_of_all < min(STARTED, settings.step):
@@ -218,6 +229,10 @@ def measure(settings: Settings, again: bool = False) -> int:
             "commit": commit(),
         }
         keep_row(row, path, "step")
+        last_words.append(said if state == FAILED else None)
+        if last_words[-ALIKE:] == [said] * ALIKE:
+            print(f"error: {ALIKE} steps in a row failed with the same words, the others are left: {said}")
+            break
     rows = rows_of_this_code(path, device)
     done = sum(row["state"] == DONE for row in rows)
     print(f"{done} of {len(all_steps)} steps are done; run it again for the others")
@@ -298,6 +313,10 @@ def main(words: Sequence[str]) -> int:
         return 2
     if commit() is None:
         print("error: nobody knows which code this is; set TURNOUT_COMMIT to the name of its commit")
+        return 2
+    if broken := broken_commands(ROOT / "build" / "card.log"):
+        for reason in broken:
+            print(f"error: {reason}")
         return 2
     left = measure(settings, given.again)
     show(settings.folder)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import turnout  # noqa: F401  (declares the ops)
+from tests.float32 import left_as_it_was
 from tests.gpu import order
 from turnout.ops import numba_cache
 from turnout.routing import failures, settings
@@ -32,7 +33,8 @@ def _clean(tmp_path, monkeypatch):
     for name in ("TURNOUT_PIN", "TURNOUT_NUMERICS"):
         monkeypatch.delenv(name, raising=False)
     forget_everything()
-    yield
+    with left_as_it_was():
+        yield
     forget_everything()
 
 
@@ -108,9 +110,18 @@ def pytest_collection_modifyitems(config, items):
         processes = getattr(config, "workerinput", {}).get("workercount", 1)
         others = [item for item in items if "gpu" not in item.keywords]
         items[:] = others + order.arranged(on_gpu, processes, order.stored_seconds())
-        if not torch.cuda.is_available():
-            for item in on_gpu:
-                item.add_marker(pytest.mark.usefixtures("_gpu_missing"))
+        fixture = "_attention_settled" if torch.cuda.is_available() else "_gpu_missing"
+        for item in on_gpu:
+            item.fixturenames = [fixture, *item.fixturenames]  # other cases of a test share its list
+
+
+@pytest.fixture(scope="session")
+def _attention_settled():
+    """At its first attention in a process torch may put cuDNN's before the others, as on an H200: here, and
+    not in the middle of whichever test comes first.
+    """
+    x = torch.zeros(1, 1, 1, 8, device="cuda", dtype=torch.float16)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
 
 
 def pytest_collection_finish():

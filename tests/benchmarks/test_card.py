@@ -49,6 +49,37 @@ def test_steps_go_on_where_the_last_run_stopped(settings, monkeypatch, tmp_path)
     assert card.measure(settings, again=True) == 0
 
 
+def test_steps_that_fail_with_the_same_words_end_a_run(settings, monkeypatch, capsys):
+    fails = ("-c", "raise ModuleNotFoundError('no pydantic')")
+    only(monkeypatch, *(Step(str(i), fails) for i in range(5)))
+    assert card.measure(settings) == 5
+    assert list(log(settings)) == ["0", "1", "2"]
+    said = capsys.readouterr().out
+    assert "3 steps in a row failed with the same words" in said
+    assert "the others are left: ModuleNotFoundError: no pydantic" in said
+
+
+def test_steps_that_fail_with_other_words_or_not_in_a_row_end_nothing(settings, monkeypatch):
+    words = ["a", "a", None, "a", "a", "b", "a"]
+    bodies = ["pass" if word is None else f"raise SystemExit({word!r})" for word in words]
+    only(monkeypatch, *(Step(str(i), ("-c", body)) for i, body in enumerate(bodies)))
+    assert card.measure(settings) == 6
+    assert len(log(settings)) == 7
+
+
+def test_nothing_is_measured_where_the_command_line_does_not_run(settings, monkeypatch, tmp_path, capsys):
+    """As where a package that typer needs is missing: typer itself is there."""
+    assert card.broken_commands(tmp_path / "good.log") == []
+    (tmp_path / "typer").mkdir()
+    (tmp_path / "typer" / "__init__.py").write_text("raise ModuleNotFoundError('no pydantic')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(card, "measure", lambda *given: pytest.fail("it measures"))
+    assert card.main(["--device", "cpu", "--size", "tiny", "--out", str(settings.out)]) == 2
+    said = capsys.readouterr().out
+    assert "python -m turnout --version: failed: ModuleNotFoundError: no pydantic" in said
+    assert "python -m turnout race --list: failed" in said
+
+
 def test_step_that_takes_too_long_ends_with_all_that_it_began(settings, monkeypatch, tmp_path):
     alive = tmp_path / "alive"
     inner = f"import time\nwhile True: open({str(alive)!r}, 'a').write('x'); time.sleep(0.05)"

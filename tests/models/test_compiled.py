@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 import turnout
 from tests.models.zoo import made
 from tests.models.zoo import random as random_tensor
+from turnout.routing.precision import strict_float32
 
 
 def flux_inputs(device):
@@ -151,9 +152,8 @@ def test_other_sizes_need_no_break():
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_compiled_model_keeps_our_kernels(name, mode, graph, monkeypatch):
-    # by default cuDNN takes 10 bits of each factor
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+@strict_float32(("cuda", "conv"))  # by default cuDNN takes 10 bits of each factor
+def test_compiled_model_keeps_our_kernels(name, mode, graph):
     make, inputs, ops = MODELS[name]
     model, given = make().to("cuda"), inputs("cuda")
     expected = model(**given)[0]

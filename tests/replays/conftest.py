@@ -12,6 +12,7 @@ import turnout
 from tests.models.played import Recorded, play_graphs
 from tests.replays.graphed import Graphed, Small
 from turnout.models import replays as replays_module
+from turnout.routing.precision import strict_float32
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -28,9 +29,10 @@ def device(request, monkeypatch):
     """Where graphs are: played on a CPU, real on a GPU."""
     if request.param == "cpu":
         play_graphs(monkeypatch, Recorded)
+        yield torch.device("cpu")
     else:  # by default cuDNN takes 10 bits of each factor, and results are compared to 1e-4
-        monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")
+        with strict_float32(("cuda", "conv")):
+            yield torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -89,6 +89,27 @@ def test_other_settings_are_another_call(setting, graphed):
     assert graphed.check()
 
 
+def test_settings_that_torch_itself_comes_to_in_the_first_call_cost_no_other_call(small):
+    """At the first attention on some cards it puts cuDNN's before the others."""
+    before = torch._C._get_sdp_priority_order()
+    other = [*before[1:], before[0]]
+
+    def body(model, x, scale):
+        if torch._C._get_sdp_priority_order() != other:
+            torch._C._set_sdp_priority_order(other)
+        return model.linear(x) * scale
+
+    model, replays, x = small(body)
+    try:
+        counts = []
+        for _ in range(3):
+            model(x)
+            counts.append((replays.captured, replays.replayed))
+    finally:
+        torch._C._set_sdp_priority_order(before)
+    assert counts == [(0, 0), (1, 0), (1, 1)]
+
+
 def setter_of(getter):
     """torch's setter of the flag that this getter asks for, or None."""
     name = getter.__name__.removeprefix("_get_")

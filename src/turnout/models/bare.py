@@ -15,6 +15,7 @@ whether it has takes 2 to 5 us of a host's time for the 1 to 7 modules of a bloc
 
 from __future__ import annotations
 
+import ctypes
 import fnmatch
 import inspect
 import itertools
@@ -29,6 +30,7 @@ from torch.nn.modules import module as torch_module
 
 from turnout.routing.fallback import autocasts
 
+is_compiling = torch.compiler.is_compiling
 _everything = itertools.chain.from_iterable
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -56,7 +58,7 @@ class Inside(NamedTuple):
     padding_modes: tuple[str, ...] = ("zeros",)
 
 
-def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype
     on this device.
     """
@@ -69,9 +71,26 @@ def is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.d
     return watch.fits(dtype, device)
 
 
+def _is_bare_by_id(root: int, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
+    """The same of a module by its id; whoever asks holds it."""
+    return _is_bare(ctypes.cast(root, ctypes.py_object).value, inside, dtype, device)
+
+
+def _is_bare_to_old_compilers(
+    root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """The same, for compilers that hand no module to a function whose answer they take for a constant."""
+    if is_compiling():
+        return _is_bare_by_id(id(root), inside, dtype, device)
+    return _is_bare(root, inside, dtype, device)
+
+
 # In a graph that torch.compile makes, the answer is that of the time it was traced. This is all that
 # torch.compiler.assume_constant_result does, besides importing the compiler.
-is_bare._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+for _asked in (_is_bare, _is_bare_by_id):
+    _asked._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+is_bare = _is_bare if torch.__version__ >= "2.13" else _is_bare_to_old_compilers
 
 
 class _Watch:

@@ -467,7 +467,7 @@ class Replays:
         except Refused as refused:  # before anything was run
             self._count(str(refused))
             return self._without_graphs(run, args, kwargs)
-        return self._first(run, call, key)
+        return self._first(run, call)
 
     def _count(self, reason: str) -> None:
         if len(self.eager) < _MOST_SEEN or reason in self.eager:
@@ -552,8 +552,12 @@ class Replays:
             self._warned.add(message)
             warnings.warn(message, TurnoutWarning, stacklevel=7)
 
-    def _first(self, run: Callable[..., Any], call: Arguments, key: Any) -> Any:
-        """A call that nothing is known of: as it would be without graphs. What it does is looked at."""
+    def _first(self, run: Callable[..., Any], call: Arguments) -> Any:
+        """A call that nothing is known of: as it would be without graphs. What it does is looked at.
+
+        torch may come to settings of its own while it runs: at the first attention on an H200 it puts cuDNN
+        first. The next such call is made with those.
+        """
         states = _random_states(call.device)
         inputs = [x for i, x in enumerate(call.tensors) if i not in call.carried]
 
@@ -562,6 +566,7 @@ class Replays:
 
         before = versions()
         result = self._without_graphs(run, call.args, call.kwargs)
+        key = call.key, call.device, _settings(call.device)
         with self._lock:
             self._count("the first of its kind")
             try:
