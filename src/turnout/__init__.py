@@ -15,6 +15,7 @@ refuse_unsupported()  # before anything of a version that is too old can fail in
 # ruff: noqa: E402
 from turnout.asking import explain, routes
 from turnout.ops import (
+    add_repeated,
     attention,
     causal_conv1d,
     causal_conv1d_update,
@@ -55,6 +56,7 @@ __all__ = [
     "__version__",
     "accelerate",
     "accelerated",
+    "add_repeated",
     "attention",
     "causal_conv1d",
     "causal_conv1d_update",

@@ -237,6 +237,11 @@ def _gated_add(t):
     yield {"residual": t(2, 3, 8), "gate": None, "x": t(2, 3, 8)}
 
 
+def _add_repeated(t):
+    yield {"y": t(2, 3, 4, 4, 6), "x": t(2, 3, 2, 2, 3), "times": [2, 2, 2]}
+    yield {"y": t(1, 3, 1, 4, 6), "x": t(1, 6, 1, 2, 3), "times": (2, 2, 2)}
+
+
 def _rms_norm_silu(t):
     yield {"x": t(2, 6, 3, 4), "weight": t(6), "eps": 1e-6}
     yield {"x": t(2, 4, 6), "weight": t(6), "bias": t(6), "eps": 1e-6, "dim": -1, "silu": False}
@@ -311,6 +316,7 @@ def _sum(a, b):
 
 
 MAKERS: dict[str, Callable[[Made], Any]] = {
+    "add_repeated": _add_repeated,
     "attention": _attention,
     "causal_conv1d": _causal_conv1d,
     "causal_conv1d_update": _causal_conv1d_update,

@@ -40,6 +40,7 @@ PREPARED = {
     "norm_rope": ("one-pass",),
     "layer_norm_modulate": ("rows",),
     "gated_add": ("rows",),
+    "add_repeated": ("pixels",),
     "group_norm_silu": ("rows", "planes"),
     "group_norm_silu_pad": ("gapped-rows",),
     "spatial_norm_silu": ("gapped-rows",),

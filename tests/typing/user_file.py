@@ -36,6 +36,7 @@ def norms(x: Tensor, tokens: Tensor) -> list[Tensor]:
         both,
         summed,
         turnout.gated_add(tokens, None, tokens),
+        turnout.add_repeated(x.unsqueeze(2), x.unsqueeze(2), times=(1, 1, 1)),
     ]
 
 

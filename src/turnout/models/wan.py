@@ -28,6 +28,8 @@ from turnout.models.patch import Adapter, likes_channels_last, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.snapshot import ModelSnapshot
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame, pixels_of_frame
+from turnout.ops.add_repeated import picks_of
+from turnout.ops.add_repeated import reference as repeated_and_added
 from turnout.routing.fallback import autocasts
 from turnout.routing.settings import splitting
 
@@ -236,35 +238,14 @@ class ResidualUpBlock(Adapter):
 
 def _add_repeated(y: Tensor, x: Tensor, shortcut: Any, first_chunk: bool) -> Tensor:
     """y + shortcut(x), where the shortcut repeats x in time and space, and takes the repeats from
-    neighbouring channels if there are more
-    of those: channel c of repeat r comes from channel (c * repeats + r) // shortcut.repeats of x."""
-    in_time, in_space = shortcut.factor_t, shortcut.factor_s
-    spread = (in_time, in_space, in_space)
-    each, rest = _split(spread, x.shape[1], y.shape[1])
-    if rest != 1 or not may_write(x, y):
+    neighbouring channels if there are more of those."""
+    times = (shortcut.factor_t, shortcut.factor_s, shortcut.factor_s)
+    if picks_of(x.shape[1], y.shape[1], times) is None or (first_chunk and x.shape[2] != 1):
         return y + shortcut(x, first_chunk=first_chunk)
-    # [B, C, t, h, w, T, H, W] with repeats t, h, w of size 1 wherever all of them are the same
-    repeats = x.unflatten(1, (y.shape[1], *each))
-    skipped = in_time - 1 if first_chunk else 0
-    repeats = repeats.expand(-1, -1, *spread, -1, -1, -1)[:, :, skipped:]
-    places = (
-        y.unflatten(4, (-1, in_space)).unflatten(3, (-1, in_space)).unflatten(2, (-1, in_time - skipped))
-    )  # [B, C, T, t, H, h, W, w]
-    places.permute(0, 1, 3, 5, 7, 2, 4, 6).add_(repeats)
-    return y
-
-
-def _split(spread: tuple[int, ...], before: int, after: int) -> tuple[list[int], int]:
-    """How many of x's channels each repeat axis picks from, and what is left over (1: the shortcut is made of
-    whole repeats).
-    """
-    left = before // after if before % after == 0 else 0
-    each = []
-    for size in spread:
-        taken = size if left % size == 0 and left > 0 else 1
-        each.append(taken)
-        left //= taken
-    return each, left
+    if splitting() is None:
+        return ops.add_repeated(y, x, times=times)
+    with torch._C.DisableTorchFunction():  # every pixel by itself: of a part it is the same
+        return repeated_and_added(y, x, list(times))
 
 
 class Decoder(Adapter):

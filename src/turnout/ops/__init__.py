@@ -3,6 +3,7 @@
 Importing this package declares all of them; nothing is compiled, and neither Triton nor Numba is imported.
 """
 
+import turnout.ops.add_repeated.routes
 import turnout.ops.attention.routes
 import turnout.ops.causal_conv1d.routes
 import turnout.ops.causal_conv1d_backward.routes
@@ -21,6 +22,7 @@ import turnout.ops.rms_norm_silu.routes
 import turnout.ops.selective_scan.routes
 import turnout.ops.selective_scan_update.routes
 import turnout.ops.upsample_conv2d.routes  # noqa: F401
+from turnout.ops.add_repeated import add_repeated
 from turnout.ops.attention import attention
 from turnout.ops.causal_conv1d import causal_conv1d
 from turnout.ops.causal_conv1d_update import causal_conv1d_update
@@ -41,6 +43,7 @@ from turnout.ops.selective_scan_update import selective_scan_update
 from turnout.ops.upsample_conv2d import upsample_conv2d
 
 __all__ = [
+    "add_repeated",
     "attention",
     "causal_conv1d",
     "causal_conv1d_update",

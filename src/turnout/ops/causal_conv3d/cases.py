@@ -50,8 +50,10 @@ def case(
     held: int = 2,
     pad_mode: str = "zeros",
     layout: str = LAST,
+    added: bool = False,
 ) -> Case:
-    """A chunk of `size` frames and pixels after `held` frames of cache, 0 for the first chunk of a clip."""
+    """A chunk of `size` frames and pixels after `held` frames of cache, 0 for the first chunk of a clip.
+    added: with a residual, as the second convolution of a residual block has it."""
     kernel, (into, out) = spread(kernel, 3), channels
 
     def make(device: torch.device, seed: int) -> tuple:
@@ -59,7 +61,7 @@ def case(
         x = make_filled((1, into, *size), layout, dtype, device, generator)
         weight = make_weight(out, into, kernel, layout, dtype, device, generator)
         cache = make_filled((1, into, held, *size[1:]), layout, dtype, device, generator) if held else None
-        return (
+        call = (
             x,
             weight,
             normal((out,), dtype, device, generator),
@@ -70,8 +72,10 @@ def case(
             1,
             pad_mode,
         )
+        residual = make_filled((1, out, *size), layout, dtype, device, generator) if added else None
+        return (*call, False, residual) if added else call
 
-    before = f"after {held}" if held else pad_mode
+    before = (f"after {held}" if held else pad_mode) + (", added" if added else "")
     return Case(
         f"{named(size, channels, kernel, stride=stride, layout=layout)} {before}", source, dtype, make
     )
@@ -83,6 +87,7 @@ CALLS = [
     case("tiny", (1, 5, 6), (16, 16), FP16, held=1, pad_mode="replicate").only_for_tests(),
     case("tiny", (2, 8, 8), (16, 3), FP16).only_for_tests(),
     case(WAN21, (1, 60, 104), (384, 384)),
+    case(WAN21, (1, 60, 104), (384, 384), added=True),
     case(WAN21, (2, 120, 208), (384, 384)),
     case(WAN21, (2, 240, 416), (192, 192)),
     case(WAN21, (2, 480, 832), (96, 96)),
@@ -94,6 +99,9 @@ CALLS = [
     case(WAN22, (2, 352, 640), (256, 256)),
     case(WAN22, (2, 176, 320), (512, 512)),
     case(WAN22, (1, 44, 80), (1024, 1024)),
+    case(WAN22, (1, 44, 80), (1024, 1024), added=True),
+    case(WAN22, (2, 88, 160), (1024, 1024)),
+    case(WAN22, (2, 88, 160), (1024, 1024), added=True),
     case(LTX, (121, 128, 192), (128, 128), held=0, pad_mode="replicate"),
     case(HUNYUAN, (17, 32, 32), (512, 512), FP16, held=0, pad_mode="replicate"),
     case(COGVIDEOX, (8, 480, 720), (128, 128)),
@@ -115,11 +123,12 @@ def joined_in(layout: str) -> Any:
         dilation: list[int],
         groups: int,
         pad_mode: str,
-        *_: Any,
+        residual: Tensor | None = None,
     ) -> Tensor:
         input, weight, cache = (None if x is None else kept_in(x, layout) for x in (input, weight, cache))  # pyright: ignore[reportAssignmentType]
         whole = with_frames_before(input, cache, (weight.shape[2] - 1) * dilation[0], pad_mode)
-        return F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
+        y = F.conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
+        return y if residual is None else y + residual
 
     return run
 
@@ -134,12 +143,12 @@ def joined_before(
     dilation: list[int],
     groups: int,
     pad_mode: str,
-    *_: Any,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Our convolution of one tensor in which all frames stand already."""
     before = (weight.shape[2] - 1) * dilation[0]
     whole = kept_for(input, "joined", lambda: with_frames_before(input, cache, before, pad_mode))
-    return conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups)
+    return conv3d(whole, weight, bias, stride, [0, *padding], dilation, groups, residual=residual)
 
 
 BOUNDS = {"conv3d of joined frames": joined_before}
