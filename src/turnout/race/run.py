@@ -14,6 +14,7 @@ import functools
 import math
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -349,10 +350,11 @@ def _first_calls(
                 run()  # this call is captured
             output = _timed(run, results, device)
         except Exception as failure:  # of any kind: the other lanes go on
-            if lane != COMPILED:
+            if lane in (STOCK, ACCELERATED):
                 raise
-            message = " ".join(str(failure).split())
-            results.failed = f"{type(failure).__name__}: {message}"[:300]
+            last = traceback.extract_tb(failure.__traceback__)[-1]
+            message = f"{type(failure).__name__} in {last.name}, {Path(last.filename).name}:{last.lineno}: "
+            results.failed = " ".join((message + str(failure)).split())[:300]
             return
         if lane == GRAPH and not any(replays.replayed for replays in contestant.report.graphs.values()):
             results.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
