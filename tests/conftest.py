@@ -59,7 +59,7 @@ def forget_everything():
 def _gives_memory_back(request):
     """Several processes may test on one card (`pytest -n`), and torch keeps what is freed."""
     yield
-    if "gpu" in request.keywords and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:
+    if request.node.get_closest_marker("gpu") and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -79,7 +79,7 @@ def pytest_pyfunc_call(pyfuncitem):
     try:
         return (yield)
     except Exception as failure:
-        if "gpu" not in pyfuncitem.keywords or not any(text in str(failure) for text in NO_MEMORY):
+        if pyfuncitem.get_closest_marker("gpu") is None or not any(text in str(failure) for text in NO_MEMORY):
             raise
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     with alone_among_large():
@@ -105,10 +105,10 @@ def alone_among_large():
 
 def pytest_collection_modifyitems(config, items):
     """GPU tests have an order of their own; on a machine without a GPU they are an error, not a skip."""
-    on_gpu = [item for item in items if "gpu" in item.keywords]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]  # keywords have names of folders too
     if on_gpu:
         processes = getattr(config, "workerinput", {}).get("workercount", 1)
-        others = [item for item in items if "gpu" not in item.keywords]
+        others = [item for item in items if not item.get_closest_marker("gpu")]
         items[:] = others + order.arranged(on_gpu, processes, order.stored_seconds())
         fixture = "_attention_settled" if torch.cuda.is_available() else "_gpu_missing"
         for item in on_gpu:

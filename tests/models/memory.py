@@ -43,6 +43,7 @@ class Peak(TorchDispatchMode):
 
     def step(self, op, *args, **kwargs):
         self.inside += 1
+        self.hold((args, kwargs))
         try:
             found = op(*args, **kwargs)
             given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
@@ -53,7 +54,14 @@ class Peak(TorchDispatchMode):
             self.inside -= 1
         return self.counted(found, op)
 
+    def hold(self, arguments):
+        """What was not made in the block, such as a call's inputs, does not count, nor do views of it."""
+        storages = {x.untyped_storage()._cdata for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)}
+        self.held |= storages - self.living.keys()
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.inside:
+            self.hold((args, kwargs))
         found = func(*args, **(kwargs or {}))
         return found if self.inside else self.counted(found, func)
 
