@@ -59,7 +59,8 @@ def forget_everything():
 def _gives_memory_back(request):
     """Several processes may test on one card (`pytest -n`), and torch keeps what is freed."""
     yield
-    if request.node.get_closest_marker("gpu") and torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**28:
+    on_gpu = request.node.get_closest_marker("gpu") and torch.cuda.is_available()
+    if on_gpu and torch.cuda.memory_reserved() > 2**28:
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -79,7 +80,8 @@ def pytest_pyfunc_call(pyfuncitem):
     try:
         return (yield)
     except Exception as failure:
-        if pyfuncitem.get_closest_marker("gpu") is None or not any(text in str(failure) for text in NO_MEMORY):
+        lacks_memory = any(text in str(failure) for text in NO_MEMORY)
+        if pyfuncitem.get_closest_marker("gpu") is None or not lacks_memory:
             raise
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     with alone_among_large():
