@@ -41,8 +41,8 @@ def test_explain_answers_for_an_absent_card():
     )
     assert "NVIDIA H200" in message
     assert "two-stage" in message
-    told = json.loads(in_process("explain", "dot", "--a=3", "--b=3", "--device", "a100", "--json"))
-    assert told["device"] == "NVIDIA A100-SXM4-80GB"
+    output = json.loads(in_process("explain", "dot", "--a=3", "--b=3", "--device", "a100", "--json"))
+    assert output["device"] == "NVIDIA A100-SXM4-80GB"
 
 
 def test_explain_takes_words_flags_and_other_dtypes():
@@ -58,12 +58,12 @@ def test_explain_takes_words_flags_and_other_dtypes():
         "--return_final_states",
         "true",
     )
-    told = json.loads(
+    output = json.loads(
         in_process("explain", "causal_conv1d", *words, "--dtype", "bf16", "--device", "h200", "--json")
     )
-    assert told["problem"]["weight_dtype"] == "float32"
-    assert told["problem"]["activation"] == "silu"
-    assert told["problem"]["seq_idx"] is True
+    assert output["problem"]["weight_dtype"] == "float32"
+    assert output["problem"]["activation"] == "silu"
+    assert output["problem"]["seq_idx"] is True
 
 
 @pytest.mark.parametrize(
@@ -77,10 +77,10 @@ def test_explain_takes_words_flags_and_other_dtypes():
     ],
 )
 def test_explain_takes_layouts(words, layouts):
-    told = json.loads(
+    output = json.loads(
         in_process("explain", "conv2d", "--input=1,8,16,16", "--weight=8,8,3,3", *words, "--json")
     )
-    assert (told["problem"]["input_strides"], told["problem"]["weight_strides"]) == layouts
+    assert (output["problem"]["input_strides"], output["problem"]["weight_strides"]) == layouts
 
 
 def test_explain_takes_floats_and_none():
@@ -93,9 +93,9 @@ def test_explain_takes_floats_and_none():
         "--silu=False",
         "--json",
     )
-    told = json.loads(in_process(*words))
-    assert told["problem"]["weight_dtype"] is None
-    assert told["problem"]["silu"] is False
+    output = json.loads(in_process(*words))
+    assert output["problem"]["weight_dtype"] is None
+    assert output["problem"]["silu"] is False
     qkv = [f"--{name}=1,2,8,16" for name in "qkv"]
     assert (
         json.loads(in_process("explain", "attention", *qkv, "--scale=0.25", "--mask=none", "--json"))["op"]
@@ -163,6 +163,11 @@ MISTAKES = [
     ((*CONVOLUTION, "--dilation", "1,0,1"), "dilation is [1, 0, 1], it needs to be at least 1"),
     ((*CONVOLUTION, "--padding", "-1"), "padding is [-1, -1, -1], it needs to be at least 0"),
     ((*CONVOLUTION, "--bias", "5"), "bias is [5], it needs to be [4]"),
+    (("race", "flux-vae", "--seconds", "-1"), "--seconds -1.0: it needs to be at least 0"),
+    (("race", "flux-vae", "--budget", "nan"), "--budget nan: it needs to be at least 0"),
+    (("race", "flux-vae", "--ranks", "0"), "--ranks 0: it needs to be at least 1"),
+    (("race", "flux-vae", "--links", "links.json"), "--links was given without --ranks"),
+    (("tune", "dot", "--budget", "nan"), "budget nan seconds"),
     (("explain", "dot", "--a", "99999999999999999999", "--b", "3"), "too large"),
     (("explain", "dot", "--a", "4294967296,4294967296", "--b", "3"), "too large"),
     (("explain", "dot", "--a", "3:float16:bfloat16", "--b", "3"), "are 2 dtypes; give one"),
@@ -301,9 +306,9 @@ def test_doctor(monkeypatch):
     """The wheel's test runs it in a process of its own."""
     checks = doctor.routes()
     monkeypatch.setattr(doctor, "routes", lambda: checks)  # once for both
-    told = json.loads(in_process("doctor", "--json"))
-    assert told["environment"]["devices"][0] == "cpu"
-    states = {check["what"]: check["state"] for check in told["checks"]}
+    output = json.loads(in_process("doctor", "--json"))
+    assert output["environment"]["devices"][0] == "cpu"
+    states = {check["what"]: check["state"] for check in output["checks"]}
     assert states["dot cpu-chunks on cpu"] == "ok"
     assert states["dot two-stage on cpu"] == "refused"
     assert "failed" not in states.values()
@@ -372,8 +377,8 @@ def test_tune_what_a_model_calls(tmp_path):
         "--device",
         "cpu",
     )
-    told = in_process(*words, "--export", str(tmp_path / "t.json"))
-    assert "input 1x4x16x16, weight 32x4x3x3, float32" in told
+    output = in_process(*words, "--export", str(tmp_path / "t.json"))
+    assert "input 1x4x16x16, weight 32x4x3x3, float32" in output
     assert {row["op"] for row in json.loads((tmp_path / "t.json").read_text())["rows"]} == {"conv2d"}
 
 
@@ -386,8 +391,8 @@ def test_bench_router_times_a_case_of_every_op_that_models_call_often():
 
 
 def test_missing_cases_of_an_absent_card_are_listed():
-    told = json.loads(
+    output = json.loads(
         in_process("bench", "dot", "inner", "--missing", "--device", "4090", "--only", "bfloat16", "--json")
     )
-    assert {row["op"] for row in told} == {"dot", "inner"}
-    assert all("bfloat16" in row["case"] and "tiny" not in row["case"] for row in told)
+    assert {row["op"] for row in output} == {"dot", "inner"}
+    assert all("bfloat16" in row["case"] and "tiny" not in row["case"] for row in output)

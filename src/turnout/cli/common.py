@@ -49,6 +49,15 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from mistake
 
 
+def check_least(option: str, value: float | None, least: int) -> None:
+    """Raise ValueError if the value of an option, where one is given, is below the least, or no number.
+
+    >>> check_least("--seconds", 2.5, 0)
+    """
+    if value is not None and not value >= least:  # NaN is not
+        raise ValueError(f"{option} {value}: it needs to be at least {least}")
+
+
 def in_a_line(mistake: BaseException) -> str:
     """The message of an error in one line, with what to do if that follows from its class."""
     if isinstance(mistake, ModuleNotFoundError) and mistake.name:

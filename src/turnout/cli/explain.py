@@ -174,4 +174,4 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
 def _check_extent(option: str, kind: str, numbers: list[int]) -> None:
     """Raise ValueError if a tensor of this extent has more elements than torch can count."""
     if math.prod(max(number, 1) for number in numbers) >= 2**63 or max(numbers, default=0) >= 2**63:
-        raise ValueError(f"{option}: {kind} {numbers} are too large; torch counts up to 2**63 - 1 elements")
+        raise ValueError(f"{option}: {kind} {numbers}: too large; torch counts up to 2**63 - 1 elements")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from turnout.cli.common import DeviceHere, Json, console, errors, print_json
+from turnout.cli.common import DeviceHere, Json, check_least, console, errors, print_json
 
 
 def race(
@@ -67,11 +67,11 @@ def race(
         typer.Option(help="Write the kernels of the profiled calls as a JSON file for ui.perfetto.dev."),
     ] = None,
     ranks: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Decode a VAE on this many ranks, see --engine; rows go to <device>/ranks.jsonl in --out."
         ),
-    ] = 0,
+    ] = None,
     engine: Annotated[
         str,
         typer.Option(help="fake: time each rank's compute alone; lockstep: run all in turns, compare bits."),
@@ -108,11 +108,15 @@ def race(
         return _show_racers(json)
     if not models:
         raise ValueError(f"no model was given; give one or more of these, or all: {', '.join(RACERS)}")
+    for option, value, least in (("--seconds", seconds, 0), ("--budget", budget, 0), ("--ranks", ranks, 1)):
+        check_least(option, value, least)
+    if links is not None and ranks is None:
+        raise ValueError("--links was given without --ranks, whose messages it is about; give both")
     torch_device = device_here(device)
     names = list(RACERS) if "all" in models else models
     if missing and out is None:
         raise ValueError("--missing was given without --out, where it looks for rows; give both")
-    if ranks:
+    if ranks is not None:
         return _race_ranks(names, size, dtype, torch_device, ranks, engine, links, rounds, out, missing, json)
     if first_call:
         return _first_calls(names, size, dtype, torch_device, out, missing, json)

@@ -23,17 +23,9 @@ from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.fallback import blocked
-from turnout.routing.op import (
-    OPS,
-    Config,
-    Op,
-    Route,
-    TurnoutWarning,
-    forget_choices,
-    watched,
-    without_autocast,
-)
+from turnout.routing.op import OPS, Op, TurnoutWarning, forget_choices, watched, without_autocast
 from turnout.routing.public import Lowered, lower, op_named
+from turnout.routing.route import Config, Route
 from turnout.routing.row import Row
 from turnout.routing.store import publish
 from turnout.routing.table import Tables, forget_tables
@@ -73,7 +65,7 @@ def tune(
     >>> [row.op for row in rows]
     ['conv2d']
     """
-    if budget <= 0:
+    if not budget > 0:  # nor NaN
         raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
     if during is not None:
         if args or kwargs:
@@ -87,9 +79,11 @@ def tune(
         called, call_args = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
         calls = [(called, called.name, lambda: call_args)]
     else:
-        where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device_here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         cases = [(o, case) for o in _ops_named(op) for case in o.cases()]
-        calls = [(o, f"{o.name} {case}", functools.partial(_case_args, o, case, where)) for o, case in cases]
+        calls = [
+            (o, f"{o.name} {case}", functools.partial(_case_args, o, case, device_here)) for o, case in cases
+        ]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -145,13 +139,15 @@ def _tune_during(
         if op.name not in ops or not busy.acquire(blocking=False):
             return
         try:
-            where = next(x.device for x in args if isinstance(x, torch.Tensor))
-            call = (op.name, op.problem(*args), where)
-            if call in seen_calls or (where.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            device_here = next(x.device for x in args if isinstance(x, torch.Tensor))
+            call = (op.name, op.problem(*args), device_here)
+            if call in seen_calls or (
+                device_here.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            ):
                 return
             seen_calls.add(call)
             seconds_left = end - time.perf_counter()
-            device = Device.of(where)
+            device = Device.of(device_here)
             if not _candidates(op, call[1], device):
                 return
             if not again and Tables.for_device(device).has(op, call[1]):
@@ -201,8 +197,8 @@ def measure(
 ) -> tuple[Row, Device]:
     """Verify and time the reference and every route that takes these arguments, in its best configuration."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    where = tensors[0].device
-    device, problem = Device.of(where), op.problem(*args)
+    device_here = tensors[0].device
+    device, problem = Device.of(device_here), op.problem(*args)
     candidates = _candidates(op, problem, device)
     # Calls that write get copies: the verifier still needs the arguments as they are.
     inputs = rotating(args, device) if not op.mutates else copies(args, 3)[1:]
@@ -219,14 +215,16 @@ def measure(
         if len(verified) > 1:
             share, rounds = seconds / (2 * len(candidates)), max(6, int(seconds))
             variants = {name: run for name, (run, _) in verified.items()}
-            times = time_variants(variants, inputs, where, cache=device.cache, rounds=rounds, seconds=share)
+            times = time_variants(
+                variants, inputs, device_here, cache=device.cache, rounds=rounds, seconds=share
+            )
             # By GPU time: host time is the same for all configurations, so only its noise would differ.
             fastest = min(times, key=lambda name, t=times: t[name].device_us)
         run, best[route.name] = verified[fastest]
         runs[route.name] = op.with_runtime_checks(run, args)  # as the router runs it
     errors = {name: float(f"{verifier.error(run):.3g}") for name, run in runs.items()}
     timings = time_variants(
-        runs, inputs, where, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2
+        runs, inputs, device_here, cache=device.cache, rounds=max(20, int(4 * seconds)), seconds=seconds / 2
     )
     row = Row(
         op=op.name,
@@ -235,7 +233,7 @@ def measure(
         iqr=_rounded(timings, "iqr"),
         error=errors,
         peak_mib={name: peak_mib(run, inputs[0]) for name, run in runs.items()}
-        if where.type == "cuda"
+        if device_here.type == "cuda"
         else {},
         config=best,
         version={name: op.routes[name].version for name in best},
