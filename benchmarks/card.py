@@ -153,8 +153,8 @@ def broken_commands(log: Path) -> list[str]:
     """What the command line says where it does not run at all: a line for each command that failed."""
     log.parent.mkdir(exist_ok=True)
     tried = (Step("version", ("-m", "turnout", "--version")), Step("races", _RACES_LISTED))
-    found = [(step, *run(step, 120.0, log)) for step in tried]
-    return [f"python {' '.join(step.words)}: {state}: {said}" for step, state, said in found if state != DONE]
+    tries = [(step, *run(step, 120.0, log)) for step in tried]
+    return [f"python {' '.join(step.words)}: {state}: {line}" for step, state, line in tries if state != DONE]
 
 
 def pending(all_steps: Sequence[Step], known: Sequence[dict[str, Any]], again: bool) -> list[Step]:
@@ -167,18 +167,18 @@ def pending(all_steps: Sequence[Step], known: Sequence[dict[str, Any]], again: b
 
 
 def run(step: Step, seconds: float, log: Path) -> tuple[str, str]:
-    """Run a step for at most so long: what became of it, and the last line that it said."""
+    """Run a step for at most so long: its state, and the last line of its output."""
     paths = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", "1" if step.name == "GPU tests" else str(os.cpu_count() or 1))
-    with log.open("ab") as said:
-        begin = said.tell()
+    with log.open("ab") as output:
+        begin = output.tell()
         process = subprocess.Popen(
             [sys.executable, *step.words],
             env=environment,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
-            stdout=said,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -217,21 +217,23 @@ def measure(settings: Settings, again: bool = False) -> int:
         seconds = min(settings.step, left_of_all)
         begun = time.monotonic()
         print(f"{step.name} ...", end=" ", flush=True)
-        state, said = run(step, seconds, log)
+        state, last_line = run(step, seconds, log)
         took = round(time.monotonic() - begun, 1)
-        print(f"{state}, {took} s{'' if state == DONE else f': {said[:200]}'}", flush=True)
+        print(f"{state}, {took} s{'' if state == DONE else f': {last_line[:200]}'}", flush=True)
         row = {
             "step": step.name,
             "state": state,
             "seconds": took,
-            "said": said[:500],
+            "said": last_line[:500],
             "versions": versions(device.type),
             "commit": commit(),
         }
         keep_row(row, path, "step")
-        last_words.append(said if state == FAILED else None)
-        if last_words[-ALIKE:] == [said] * ALIKE:
-            print(f"error: {ALIKE} steps in a row failed with the same words, the others are left: {said}")
+        last_words.append(last_line if state == FAILED else None)
+        if last_words[-ALIKE:] == [last_line] * ALIKE:
+            print(
+                f"error: {ALIKE} steps in a row failed with the same words, the others are left: {last_line}"
+            )
             break
     rows = rows_of_this_code(path, device)
     done = sum(row["state"] == DONE for row in rows)

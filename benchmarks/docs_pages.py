@@ -338,12 +338,12 @@ def ranks_table(result: list[Row]) -> str:
     body = []
     for row in result:
         if row["engine"] == "lockstep":
-            found, most = "the same bits" if row["same_bits"] else "OTHER BITS", ""
+            outcome, most = "the same bits" if row["same_bits"] else "OTHER BITS", ""
         else:
             peaks = [rank["peak_mib"] for rank in row["of_ranks"] if rank["peak_mib"] is not None]
-            found = f"{row['predicted_speedup']:.2f}x predicted"
+            outcome = f"{row['predicted_speedup']:.2f}x predicted"
             most = f"{max(peaks):.0f} (one: {row['one_rank_peak_mib']:.0f})" if peaks else ""
-        cells = [row["title"], row["dtype"], str(row["ranks"]), row["engine"], found, most]
+        cells = [row["title"], row["dtype"], str(row["ranks"]), row["engine"], outcome, most]
         body.append([*cells, measured_with(row)])
     head = ("model", "dtype", "ranks", "engine", "result", "memory of a rank, MiB", "measured with")
     return table(head, body)

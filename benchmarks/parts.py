@@ -39,8 +39,8 @@ def calls_of(model: nn.Module, stock: nn.Module, call: Any) -> dict[str, Call]:
     found: dict[str, Call] = {}
     for path, module in model.named_modules():
         for instance in (module, vars(module).get("processor")):
-            made = patch.patched(instance)
-            if made is None or made.adapter.__module__.endswith(".layers"):
+            patched_class = patch.patched(instance)
+            if patched_class is None or patched_class.adapter.__module__.endswith(".layers"):
                 continue
 
             def note(module: nn.Module, args: tuple, kwargs: dict, part: Any = (instance, path)) -> None:

@@ -50,12 +50,12 @@ class Recorder:
             return
         if report.when == "teardown" and before.get("outcome") == "failed":
             return
-        said = str(report.longrepr).strip().splitlines()[-1:] if report.outcome == "failed" else []
+        last_line = str(report.longrepr).strip().splitlines()[-1:] if report.outcome == "failed" else []
         row = {
             "test": report.nodeid,
             "outcome": report.outcome,
             "seconds": round(report.duration, 2),
-            **({"said": said[0][:300]} if said else {}),
+            **({"said": last_line[0][:300]} if last_line else {}),
         }
         self.results[report.nodeid] = row
         with self.partial.open("a", encoding="utf-8") as file:

@@ -37,12 +37,12 @@ class Result(NamedTuple):
     value: Any
     bound: str
     rows: int
-    said: str = ""
+    note: str = ""
 
     def __str__(self) -> str:
         value = f"{self.value:g}" if isinstance(self.value, (int, float)) else str(self.value)
         shown = f" ({value})" if self.value is not None else ""
-        return f"{self.state:12} {self.name}: {self.bound}{shown}{self.said}"
+        return f"{self.state:12} {self.name}: {self.bound}{shown}{self.note}"
 
 
 def load() -> list[dict[str, Any]]:
@@ -97,23 +97,23 @@ def judge(target: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
     bound = f"{name.replace('_', ' ')} {wanted}"
     where = target.get("where", {})
     fitting = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
-    found = [(row, figure) for row in fitting if (figure := figure_of(row, target)) is not None]
+    figures = [(row, figure) for row in fitting if (figure := figure_of(row, target)) is not None]
     needed = target.get("rows", 1)
-    if not found:
-        said = f"; {_why_not(fitting)}" if fitting else ""
-        return Result(target["name"], UNKNOWN, None, bound, 0, said)
+    if not figures:
+        note = f"; {_why_not(fitting)}" if fitting else ""
+        return Result(target["name"], UNKNOWN, None, bound, 0, note)
     if target.get("median"):
-        value, worst = statistics.median(figure for _, figure in found), None
+        value, worst = statistics.median(figure for _, figure in figures), None
     else:
         least_wanted = name == "at_least" or (name == "equal" and target[name] is True)
-        worst, value = (min if least_wanted else max)(found, key=lambda each: each[1])
+        worst, value = (min if least_wanted else max)(figures, key=lambda each: each[1])
     if not BOUNDS[name](value, target[name]):
-        said = f"; {_of(worst)}" if worst is not None and len(found) > 1 else ""
-        return Result(target["name"], MISSED, value, bound, len(found), said)
-    if len(found) < needed:
-        said = f"; {len(found)} of {needed} rows, which reach it"
-        return Result(target["name"], UNKNOWN, value, bound, len(found), said)
-    return Result(target["name"], REACHED, value, bound, len(found))
+        note = f"; {_of(worst)}" if worst is not None and len(figures) > 1 else ""
+        return Result(target["name"], MISSED, value, bound, len(figures), note)
+    if len(figures) < needed:
+        note = f"; {len(figures)} of {needed} rows, which reach it"
+        return Result(target["name"], UNKNOWN, value, bound, len(figures), note)
+    return Result(target["name"], REACHED, value, bound, len(figures))
 
 
 def _why_not(rows: list[dict[str, Any]]) -> str:

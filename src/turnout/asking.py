@@ -9,8 +9,9 @@ from torch import Tensor
 
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Op, Route
+from turnout.routing.op import OPS, Op
 from turnout.routing.public import lower, op_named
+from turnout.routing.route import Route
 
 
 def explain(

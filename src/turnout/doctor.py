@@ -15,7 +15,8 @@ from turnout.launch import support
 from turnout.measure.verify import Verifier
 from turnout.routing import failures, machine, versions
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Op, Route
+from turnout.routing.op import OPS, Op
+from turnout.routing.route import Route
 from turnout.routing.row import brief, printable
 from turnout.routing.store import folder
 from turnout.routing.table import Table, Tables, stale_routes
@@ -103,13 +104,13 @@ def compilers() -> list[Check]:
     problem = support.fast_launch()
     state = "warning" if problem else "ok"
     checks.append(Check("fast launch", state, problem or "kernels are launched by address"))
-    for where in _devices()[1:]:
-        device = Device.of(where)
+    for place in _devices()[1:]:
+        device = Device.of(place)
         for op in OPS.values():
             for route in op.routes.values():
                 problem = failures.compile_problem(route.code_hash, device) if route.kernels else None
                 if problem is not None:
-                    checks.append(Check(f"{op.name} {route.name} on {where}", "warning", problem))
+                    checks.append(Check(f"{op.name} {route.name} on {place}", "warning", problem))
     return checks
 
 
@@ -120,8 +121,8 @@ def _same_minor(a: str, b: str) -> bool:
 def tables() -> list[Check]:
     """The state of the rows for the devices of this machine: measured here, shipped, of a sibling."""
     checks = []
-    for where in _devices():
-        device = Device.of(where)
+    for place in _devices():
+        device = Device.of(place)
         tables = Tables.for_device(device)
         counts = f"{_rows(len(tables.here.rows))} measured here, {len(tables.shipped.rows)} shipped"
         if tables.sibling is not None and not tables.shipped.rows:
@@ -135,7 +136,7 @@ def shipped_tables() -> list[Check]:
     """The state of the rows shipped for cards that are not in this machine: what a maintainer looks at."""
     from turnout.routing.store import SHIPPED
 
-    here = {Device.of(where).slug for where in _devices()}
+    here = {Device.of(place).slug for place in _devices()}
     checks = []
     for file in sorted(SHIPPED.glob("*.json")):
         if file.stem not in here:
@@ -205,13 +206,13 @@ def _rows(count: int) -> str:
 def routes() -> list[Check]:
     """Run every route on the first of the op's small cases that it takes, on every device here."""
     checks = []
-    for where in _devices():
+    for place in _devices():
         for op in OPS.values():
-            calls = [op.arguments(*case.make(where, 0)) for case in op.cases()[:_SMALL_CASES]]
+            calls = [op.arguments(*case.make(place, 0)) for case in op.cases()[:_SMALL_CASES]]
             for route in op.routes.values():
-                reasons = [list(route.refuses(op.problem(*args), Device.of(where))) for args in calls]
+                reasons = [list(route.refuses(op.problem(*args), Device.of(place))) for args in calls]
                 accepted = next((args for args, why in zip(calls, reasons, strict=True) if not why), None)
-                name = f"{op.name} {route.name} on {where}"
+                name = f"{op.name} {route.name} on {place}"
                 if accepted is None:
                     checks.append(Check(name, "refused", "; ".join(reasons[0])))
                 else:

@@ -57,7 +57,7 @@ def test_every_row_and_enough_of_them():
     slow = race_row("wan") | {"speedup": 0.9}
     result = judge({"name": "it", **target}, [race_row(), slow])
     assert (result.state, result.value) == (MISSED, 0.9)
-    assert "wan" in result.said
+    assert "wan" in result.note
 
 
 def test_worst_of_a_list_counts():

@@ -17,7 +17,8 @@ from turnout.ops.convolution.gpu.packing import transpose
 from turnout.routing import versions
 from turnout.routing.case import outline
 from turnout.routing.device import KIB, Device
-from turnout.routing.op import OPS, Key, Op
+from turnout.routing.op import OPS, Op
+from turnout.routing.route import Key
 
 TRITON = versions.minor(versions.triton())
 A10 = replace(

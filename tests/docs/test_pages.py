@@ -237,32 +237,32 @@ def printed(*words):
 
 def test_keys_of_doctor():
     _, keys = documented_keys("turnout doctor")
-    [told] = printed("doctor")
-    assert set(told) == {key for key in keys if "." not in key}
-    assert {f"checks[].{key}" for check in told["checks"] for key in check} == {
+    [output] = printed("doctor")
+    assert set(output) == {key for key in keys if "." not in key}
+    assert {f"checks[].{key}" for check in output["checks"] for key in check} == {
         key for key in keys if key.startswith("checks[]")
     }
     section, _ = documented_keys("turnout doctor")
-    assert all(f"`{key}`" in section or f"`environment.{key}`" in section for key in told["environment"])
+    assert all(f"`{key}`" in section or f"`environment.{key}`" in section for key in output["environment"])
 
 
 def test_keys_of_explain():
     _, keys = documented_keys("turnout explain")
-    [told] = printed("explain", "dot", "--a", "3", "--b", "3")
-    assert set(told) == keys
+    [output] = printed("explain", "dot", "--a", "3", "--b", "3")
+    assert set(output) == keys
 
 
 def test_keys_of_bench(tmp_path):
     section, keys = documented_keys("turnout bench")
-    told = printed("bench", "dot", "--only", "K=16 float32", "--seconds", "0.05", "--device", "cpu")
-    assert {key for row in told for key in row} == keys - {"wrong"}
-    [told] = printed("bench", "router")
-    assert set(told["dot"]) == {"torch_us", "turnout_us", "added_us"}
-    assert all(f"`{key}`" in section for row in told.values() for key in row)
-    [told] = printed("bench", "refit", "--device", "h200")
-    assert all(f"`{key}`" in section for constant in told for key in constant)
-    [told] = printed("bench", "dot", "--missing", "--device", "4090")
-    assert all(set(row) == {"op", "case"} for row in told)
+    output = printed("bench", "dot", "--only", "K=16 float32", "--seconds", "0.05", "--device", "cpu")
+    assert {key for row in output for key in row} == keys - {"wrong"}
+    [output] = printed("bench", "router")
+    assert set(output["dot"]) == {"torch_us", "turnout_us", "added_us"}
+    assert all(f"`{key}`" in section for row in output.values() for key in row)
+    [output] = printed("bench", "refit", "--device", "h200")
+    assert all(f"`{key}`" in section for constant in output for key in constant)
+    [output] = printed("bench", "dot", "--missing", "--device", "4090")
+    assert all(set(row) == {"op", "case"} for row in output)
 
 
 def test_keys_of_a_wrong_row(monkeypatch):
@@ -279,8 +279,8 @@ def test_keys_of_a_wrong_row(monkeypatch):
 
 def test_keys_of_tune():
     _, keys = documented_keys("turnout tune")
-    [told] = printed("tune", "dot", "--budget", "1", "--device", "cpu")
-    assert {key for row in told for key in row} == keys
+    [output] = printed("tune", "dot", "--budget", "1", "--device", "cpu")
+    assert {key for row in output for key in row} == keys
 
 
 def test_keys_of_race():
@@ -306,11 +306,11 @@ def test_keys_of_warm():
     run = CliRunner().invoke(
         app, ["warm", "wan-vae", "--size", "tiny", "--device", "h200", "--check", "--json"]
     )
-    told = json.loads(run.stdout)
-    assert run.exit_code == (0 if told["ready"] else 1), run.output
-    assert set(told) == keys
-    assert told["kernels"]
-    assert all(f"`{key}`" in section for kernel in told["kernels"] for key in kernel)
+    output = json.loads(run.stdout)
+    assert run.exit_code == (0 if output["ready"] else 1), run.output
+    assert set(output) == keys
+    assert output["kernels"]
+    assert all(f"`{key}`" in section for kernel in output["kernels"] for key in kernel)
 
 
 def test_no_command_has_json_that_is_not_documented():

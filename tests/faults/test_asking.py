@@ -490,10 +490,10 @@ def test_the_command_line_takes_the_arguments_of_the_call(call):
     kwargs = call.make()
     requested = ["explain", call.name, *words(kwargs), "--device", "cpu", "--json"]
     done = CliRunner().invoke(cli.app, requested, catch_exceptions=False)
-    told = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     on_meta = changed(kwargs, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"))
     verdict = turnout.explain(call.function, **on_meta, device="cpu")
-    assert (told["op"], told["problem"], told["chosen"]) == (
+    assert (output["op"], output["problem"], output["chosen"]) == (
         verdict.op,
         json.loads(verdict.json())["problem"],
         verdict.chosen,

@@ -108,14 +108,14 @@ def test_float32_is_multiplied_as_torch_is_told_in_whatever_order(seed, precisio
         if get_precision("mkldnn", "conv") not in ("none", "ieee"):
             errors = [max(errors)] * 2  # torch 2.11 does not use what it is allowed where the kernel is 1 x 1
         for w, truth, of_torch in zip(weights, truths, errors, strict=True):
-            said = turnout.explain("conv2d", x, w)
+            message = turnout.explain("conv2d", x, w)
             there = turnout.explain("conv2d", x.to("meta"), w.to("meta"), device="h200")
-            for backend, verdict in (("mkldnn", said), ("cuda", there)):
-                told = [get_precision(backend, kind).replace("none", "ieee") for kind in ("conv", "matmul")]
-                assert list(verdict.problem.float32) == told
-            for name in (None, "reference", *(r for r in said.microseconds if r not in said.refused)):
+            for backend, verdict in (("mkldnn", message), ("cuda", there)):
+                output = [get_precision(backend, kind).replace("none", "ieee") for kind in ("conv", "matmul")]
+                assert list(verdict.problem.float32) == output
+            for name in (None, "reference", *(r for r in message.microseconds if r not in message.refused)):
                 with turnout.pin(conv2d=name) if name else contextlib.nullcontext():
-                    assert error(turnout.conv2d(x, w), truth) <= max(2 * of_torch, 1e-6), (name, said)
+                    assert error(turnout.conv2d(x, w), truth) <= max(2 * of_torch, 1e-6), (name, message)
 
 
 @pytest.mark.parametrize("name", MAKERS)

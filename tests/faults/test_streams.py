@@ -334,7 +334,7 @@ def test_repeat_after_failure_of_a_graph(moment, error, played, monkeypatch):
                 failure()
             return frames
 
-    monkeypatch.setattr("turnout.models.wan.CapturedStep", Failing)
+    monkeypatch.setattr("turnout.models.decode_stream.CapturedStep", Failing)
     stream, failed = DecodeStream(model, graph=True), 0
     for at in (1, 2, 3):
         stream.reset()

@@ -235,9 +235,9 @@ def test_no_name_of_a_file_ends_doctor(name, measured, monkeypatch):
     ask_everything(measured)
     monkeypatch.setattr(doctor, "routes", list)  # checked elsewhere, and slow
     for arguments in (["doctor"], ["doctor", "--json"]):
-        told = CliRunner().invoke(cli.app, arguments)
-        assert told.exit_code == 0, told.exception
-        assert "a row needs op" in " ".join(told.output.split())  # a narrow screen breaks lines
+        output = CliRunner().invoke(cli.app, arguments)
+        assert output.exit_code == 0, output.exception
+        assert "a row needs op" in " ".join(output.output.split())  # a narrow screen breaks lines
 
 
 # Kinds of files

@@ -250,7 +250,7 @@ def test_undisturbed_streams_need_no_more_memory_for_what_could_fail(monkeypatch
     model.decode(z)  # chooses routes, and makes their workspaces
     peaks = {}
     for kept in (1, 68):
-        monkeypatch.setattr("turnout.models.wan.latents_needed", lambda entries, kept=kept: kept)
+        monkeypatch.setattr("turnout.models.decode_stream.latents_needed", lambda entries, kept=kept: kept)
         stream, before = DecodeStream(model), torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         for latent in z.split(1, 2):

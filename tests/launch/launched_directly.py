@@ -15,10 +15,12 @@ STREAM = 7777
 
 def pretend_a_card():
     """torch without CUDA asks nobody which card is current."""
+    from turnout.routing import torch_private
+
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch._C._cuda_getCurrentRawStream = lambda index: STREAM
-    torch._C._cuda_getDevice = lambda: 0
+    torch_private.cuda_stream = torch._C._cuda_getCurrentRawStream = lambda index: STREAM
+    torch_private.cuda_device = torch._C._cuda_getDevice = lambda: 0
 
 
 ROUTES = {

@@ -45,14 +45,14 @@ class Peak(TorchDispatchMode):
         self.inside += 1
         self.hold((args, kwargs))
         try:
-            found = op(*args, **kwargs)
+            actual = op(*args, **kwargs)
             given = next(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-            several = isinstance(found, tuple)
-            first = _in_layout_of(given, found[0] if several else found)
-            found = (first, *found[1:]) if several else first
+            several = isinstance(actual, tuple)
+            first = _in_layout_of(given, actual[0] if several else actual)
+            actual = (first, *actual[1:]) if several else first
         finally:
             self.inside -= 1
-        return self.counted(found, op)
+        return self.counted(actual, op)
 
     def hold(self, arguments):
         """What was not made in the block, such as a call's inputs, does not count, nor do views of it."""
@@ -62,11 +62,11 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.inside:
             self.hold((args, kwargs))
-        found = func(*args, **(kwargs or {}))
-        return found if self.inside else self.counted(found, func)
+        actual = func(*args, **(kwargs or {}))
+        return actual if self.inside else self.counted(actual, func)
 
-    def counted(self, found, func):
-        for x in tree_leaves(found):
+    def counted(self, actual, func):
+        for x in tree_leaves(actual):
             storage = x.untyped_storage() if isinstance(x, torch.Tensor) else None
             if storage is not None and storage._cdata not in self.held and self.counts(x):
                 self.living[storage._cdata] = (
@@ -77,14 +77,14 @@ class Peak(TorchDispatchMode):
         self.living = {key: held for key, held in self.living.items() if not held[0].expired()}
         if (now := sum(size for _, size, _ in self.living.values())) > self.most:
             self.most, self.then = now, [(size, what) for _, size, what in self.living.values()]
-        return found
+        return actual
 
 
-def _in_layout_of(x, found):
+def _in_layout_of(x, actual):
     """Channels-last if x is, as on a card; torch's convolutions on meta return it channels first."""
-    if x.dim() in (4, 5) and found.dim() == x.dim() and x.stride(1) == 1 < found.stride(1):
-        return found.contiguous(memory_format=patch._LAST[x.dim()])
-    return found
+    if x.dim() in (4, 5) and actual.dim() == x.dim() and x.stride(1) == 1 < actual.stride(1):
+        return actual.contiguous(memory_format=patch._LAST[x.dim()])
+    return actual
 
 
 def on_meta(name, monkeypatch, dtype=torch.bfloat16):
@@ -101,11 +101,11 @@ def on_meta(name, monkeypatch, dtype=torch.bfloat16):
 def peaks(name, monkeypatch):
     """Of the stock model, and of the accelerated one."""
     model, call = on_meta(name, monkeypatch)
-    found = []
+    actual = []
     for accelerated in (False, True):
         if accelerated:
             turnout.accelerate(model)
         with torch.no_grad(), monkeypatch.context() as steps, Peak(model, steps) as peak:
             call(model)
-        found.append(peak)
-    return found
+        actual.append(peak)
+    return actual

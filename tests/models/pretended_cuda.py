@@ -11,6 +11,7 @@ import itertools
 import torch
 
 from turnout.models import graphs
+from turnout.routing import torch_private
 
 
 class Refused(RuntimeError):
@@ -157,11 +158,11 @@ def pretend_cuda(monkeypatch):
         "graph_pool_handle": lambda: (0, next(cuda.pools)),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    for name, told in {
-        "_cuda_endAllocateToPool": lambda device, pool: cuda.memory.end(pool),
-        "_cuda_releasePool": lambda device, pool: cuda.memory.release(pool),
+    for name, function in {
+        "end_allocate_to_pool": lambda device, pool: cuda.memory.end(pool),
+        "release_pool": lambda device, pool: cuda.memory.release(pool),
     }.items():
-        monkeypatch.setattr(torch._C, name, told, raising=False)
+        monkeypatch.setattr(torch_private, name, function)
     monkeypatch.setitem(graphs.ENGINES, "cpu", graphs.CudaEngine)
     monkeypatch.setattr(graphs, "_abandoned", [])
     beside = Stream()

@@ -98,11 +98,11 @@ def steps(name, cache, order):
         cache(model)
         if order == "accelerate last":
             turnout.accelerate(model)
-        found = []
+        actual = []
         for step in range(3):
             with model.cache_context("cond", step_index=step, sigma=1.0 - step / 4, num_inference_steps=4):
-                found.append(ZOO[name][1](model))
-        return found
+                actual.append(ZOO[name][1](model))
+        return actual
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -113,10 +113,10 @@ def test_caches_work_as_on_stock(name, cache):
     expected = steps(name, cache, "stock")
     assert isinstance(expected, str) == ((name, cache.__name__) in CANNOT), expected
     for order in ("accelerate first", "accelerate last"):
-        found = steps(name, cache, order)
+        actual = steps(name, cache, order)
         if isinstance(expected, str):
-            assert isinstance(found, str)
+            assert isinstance(actual, str)
             continue
-        assert not isinstance(found, str), f"{order}: {found}"
-        for one, other in zip(found, expected, strict=True):
+        assert not isinstance(actual, str), f"{order}: {actual}"
+        for one, other in zip(actual, expected, strict=True):
             assert (one - other).abs().max() <= 3e-5 * other.abs().max(), order

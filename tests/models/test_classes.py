@@ -71,12 +71,12 @@ WITH_PROCESSORS = [name for name in ZOO if processors(made(name))]
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", WITH_PROCESSORS)
 def test_processors_answer_as_stock_ones(name, order):
-    found, expected = processors(accelerated(name, order)), processors(made(name))
-    assert any(patched(each) for each in found) == (order != "restored")
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = processors(accelerated(name, order)), processors(made(name))
+    assert any(patched(each) for each in actual) == (order != "restored")
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         assert answers(one, type(other)) == answers(other, type(other))
-    assert len({type(each) for each in found}) == len({type(each) for each in expected})
+    assert len({type(each) for each in actual}) == len({type(each) for each in expected})
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -91,8 +91,8 @@ def test_default_processors_can_be_set(name, order):
     with torch.no_grad():
         expected = ZOO[name][1](stock)
         for _ in range(2):
-            found = ZOO[name][1](model)
-            torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * expected.abs().max().item())
+            actual = ZOO[name][1](model)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=3e-5 * expected.abs().max().item())
             turnout.accelerate(model)  # what was set is patched then
     turnout.restore(model)
     assert torch.equal(ZOO[name][1](model), expected)
@@ -148,6 +148,6 @@ with torch.no_grad():
     torch.save((ZOO["unet"][1](model), patches), f"{sys.argv[1]}/found")
 """
     subprocess.run([sys.executable, "-c", there, str(tmp_path)], check=True)
-    found, patches = torch.load(tmp_path / "found")
-    torch.testing.assert_close(found, expected)
+    actual, patches = torch.load(tmp_path / "found")
+    torch.testing.assert_close(actual, expected)
     assert patches == sum(patched(m) is not None for m in model.modules()) > 0

@@ -112,8 +112,8 @@ def test_accelerated_model_is_one_graph_with_our_ops(name):
     turnout.accelerate(model)
     torch.compiler.reset()
     graphs = Graphs()
-    found = torch.compile(model, fullgraph=True, backend=graphs)(**given)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    actual = torch.compile(model, fullgraph=True, backend=graphs)(**given)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     (traced,) = graphs.traced
     assert ops <= traced
 
@@ -127,8 +127,8 @@ def test_op_is_opaque_where_a_route_is_taken_and_torchs_where_none_is(route):
     torch.compiler.reset()
     graphs = Graphs()
     with turnout.pin(norm_rope=route):
-        found = torch.compile(model, fullgraph=True, backend=graphs)(**given)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        actual = torch.compile(model, fullgraph=True, backend=graphs)(**given)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     (lowered,) = graphs.lowered
     assert ("norm_rope" in lowered) == (route != "reference")
 
@@ -164,8 +164,8 @@ def test_compiled_model_keeps_our_kernels(name, mode, graph):
         compiled = torch.compile(model, fullgraph=True, mode=mode)
         for _ in range(4):  # the third is replayed, where it is
             torch.compiler.cudagraph_mark_step_begin()
-            found = compiled(**given)[0].clone()
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            actual = compiled(**given)[0].clone()
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
         assert not counters["graph_break"]
         return compiled, counters["inductor"]["cudagraph_skips"]
 

@@ -24,12 +24,12 @@ def test_ring_is_a_causal_convolution(convolutions, monkeypatch):
     convs = [torch.nn.Conv3d(4, 4, 3).double() for _ in range(convolutions)]
     clips = torch.randn(convolutions, 1, 4, 20, 5, 6, dtype=torch.double)
     ring = Ring(convolutions, clips[0, :, :, :1], {})
-    found = torch.empty_like(clips)
+    actual = torch.empty_like(clips)
     for t in range(20):
         for k, conv in enumerate(convs):
             ring.place().copy_(clips[k, :, :, t : t + 1])
-            found[k, :, :, t : t + 1] = ring.convolve(conv, (1, 1), clips[k, :, :, t : t + 1])
-    for conv, clip, y in zip(convs, clips, found, strict=True):
+            actual[k, :, :, t : t + 1] = ring.convolve(conv, (1, 1), clips[k, :, :, t : t + 1])
+    for conv, clip, y in zip(convs, clips, actual, strict=True):
         torch.testing.assert_close(y, turnout.causal_conv3d(clip, conv.weight, conv.bias, padding=1) + clip)
 
 
@@ -39,11 +39,11 @@ def test_sums_ahead_are_a_causal_convolution():
     conv = torch.nn.Conv3d(96, 3, 3).bfloat16()
     clip = torch.nn.functional.silu(torch.randn(1, 96, 6, 5, 6)).bfloat16()
     whole = turnout.causal_conv3d(clip.double(), conv.weight.double(), conv.bias.double(), padding=1)
-    ahead, arranged, found = None, {}, []
+    ahead, arranged, actual = None, {}, []
     for t in range(6):
         y, ahead = convolve_ahead(clip[:, :, t : t + 1], conv, (1, 1), ahead, arranged)
-        found.append(y)
-    assert (torch.cat(found, 2) - whole).square().mean() < 1.1 * (whole.bfloat16() - whole).square().mean()
+        actual.append(y)
+    assert (torch.cat(actual, 2) - whole).square().mean() < 1.1 * (whole.bfloat16() - whole).square().mean()
 
 
 @pytest.mark.parametrize("name", ["wan", "qwen-image-vae"])
@@ -90,9 +90,9 @@ def test_where_rings_do_not_apply(case, all_large):
     z = random(2 if case == "batch" else 1, 4, 2, 3, 4).to(model.dtype)
     with torch.set_grad_enabled(case == "gradients"):
         stream = DecodeStream(model)
-        found = stream.decode(z)
+        actual = stream.decode(z)
         assert not stream.cache.rings
-        torch.testing.assert_close(found, model.decode(z).sample)
+        torch.testing.assert_close(actual, model.decode(z).sample)
 
 
 def test_a_stream_stays_with_its_way(all_large):

@@ -38,14 +38,14 @@ class Block(nn.Module):
 def losses(model, x):
     """Those of two steps of training."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
+    actual = []
     for _ in range(2):
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+        actual.append(loss.item())
+    return actual
 
 
 def sharded(blocks, version):
@@ -71,8 +71,8 @@ def train(rank, processes, store, expected):
                 with torch.no_grad():
                     blocks(x)  # as a user who looks at a sample before training
                 assert all(p.untyped_storage().resizable() for p in blocks.parameters())
-                found = losses(sharded(blocks, version), x)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+                actual = losses(sharded(blocks, version), x)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     finally:
         dist.destroy_process_group()
 

@@ -78,8 +78,8 @@ def test_steps_say_what_the_stock_ones_say(name):
 
 
 def cached(model):
-    found = model(TOKENS, use_cache=True)
-    return found.cache_params
+    actual = model(TOKENS, use_cache=True)
+    return actual.cache_params
 
 
 @torch.no_grad()
@@ -184,8 +184,10 @@ COMPILED = {
 
 
 def step_of(model, call):
-    found = model(TOKENS, use_cache=True)
-    cache = {name: found[name] for name in ("cache_params", "past_key_values") if found.get(name) is not None}
+    actual = model(TOKENS, use_cache=True)
+    cache = {
+        name: actual[name] for name in ("cache_params", "past_key_values") if actual.get(name) is not None
+    }
     return call(TOKENS[:, :1], use_cache=True, **cache).logits
 
 

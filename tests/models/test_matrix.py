@@ -39,18 +39,18 @@ def done(name, thing, order):
 def test_results_are_those_of_stock(name, thing):
     expected, counts = done(name, thing, "stock")
     for order in ("accelerate first", "accelerate last"):
-        found, seen = done(name, thing, order)
+        actual, seen = done(name, thing, order)
         if isinstance(expected, str):
-            assert isinstance(found, str), f"stock cannot: {expected}"
+            assert isinstance(actual, str), f"stock cannot: {expected}"
             continue
-        assert not isinstance(found, str), found
-        assert found.shape == expected.shape
+        assert not isinstance(actual, str), actual
+        assert actual.shape == expected.shape
         scale = expected.nan_to_num().abs().max().item()
-        torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * scale, equal_nan=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=3e-5 * scale, equal_nan=True)
         assert seen == counts, order
 
 
 def test_every_adapter_is_in_the_matrix():
     """A new adapter is tested by being declared, or this fails."""
-    found = {_key(instance, KNOWN) for name in ZOO for _, instance in _instances(made(name))}
-    assert set(KNOWN) - found == set()
+    actual = {_key(instance, KNOWN) for name in ZOO for _, instance in _instances(made(name))}
+    assert set(KNOWN) - actual == set()

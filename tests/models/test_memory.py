@@ -66,16 +66,16 @@ def stock_upsampled(x, times, first_apart):
 def test_frames_are_repeated_as_stock_repeats_them(frames, times, first_apart, layout):
     x = random(2, 4, frames, 3, 5).contiguous(memory_format=layout)
     expected = stock_upsampled(x.contiguous(), times, first_apart)
-    found = repeat_frames(x, times, first_apart=first_apart)
-    assert torch.equal(found, expected)
-    assert found.stride(1) == 1
+    actual = repeat_frames(x, times, first_apart=first_apart)
+    assert torch.equal(actual, expected)
+    assert actual.stride(1) == 1
     wanting = x.clone().requires_grad_()
     recorded = repeat_frames(wanting, times, first_apart=first_apart)
     assert torch.equal(recorded, expected)
-    (found,) = torch.autograd.grad(recorded.square().sum(), wanting)
+    (actual,) = torch.autograd.grad(recorded.square().sum(), wanting)
     other = x.contiguous().requires_grad_()
     (expected,) = torch.autograd.grad(stock_upsampled(other, times, first_apart).square().sum(), other)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("frames", [1, 3])
@@ -132,7 +132,7 @@ def test_upsampling_is_that_of_stock(name, situation, frames):
         if situation == "fake":
             assert results[0] == results[1]
             continue
-        for found, expected in zip(results[1], results[0], strict=True):
-            assert found.dtype == expected.dtype
+        for actual, expected in zip(results[1], results[0], strict=True):
+            assert actual.dtype == expected.dtype
             tolerance = 1e-2 if situation == "autocast" else 2e-5
-            assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+            assert (actual - expected).abs().max() <= tolerance * expected.abs().max()

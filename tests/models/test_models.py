@@ -31,10 +31,10 @@ def counted_calls():
         yield count
 
 
-def close(found, expected, share=2e-5):
-    assert found.shape == expected.shape
-    assert found.dtype == expected.dtype
-    assert (found - expected).abs().max() <= share * expected.abs().max()
+def close(actual, expected, share=2e-5):
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    assert (actual - expected).abs().max() <= share * expected.abs().max()
 
 
 @every
@@ -275,13 +275,13 @@ def test_two_models_in_two_threads():
 
     models = [made("wan"), made("wan")]
     expected = ZOO["wan"][1](models[0])
-    found = {}
+    actual = {}
     for model in models:
         turnout.accelerate(model)
 
     def run(i):
         with torch.no_grad():
-            found[i] = ZOO["wan"][1](models[i])
+            actual[i] = ZOO["wan"][1](models[i])
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -289,7 +289,7 @@ def test_two_models_in_two_threads():
     for thread in threads:
         thread.join()
     for i in range(2):
-        close(found[i], expected)
+        close(actual[i], expected)
 
 
 @pytest.mark.parametrize("name", ["wan", "flux-vae"])

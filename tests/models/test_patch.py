@@ -13,7 +13,7 @@ from turnout.models.accelerate import Report
 
 
 class Twice(patch.Adapter):
-    """twice as much"""
+    summary = "twice as much"
 
     def forward(self, x):
         return 2 * super().forward(x)

@@ -39,14 +39,16 @@ def outcome(call):
 
 def agree(*args, **kwargs):
     """The same result, bit for bit, or the same error."""
-    expected, found = (outcome(lambda f=f: f(*args, **kwargs)) for f in (STOCK, scaled_dot_product_attention))
+    expected, actual = (
+        outcome(lambda f=f: f(*args, **kwargs)) for f in (STOCK, scaled_dot_product_attention)
+    )
     if not isinstance(expected, torch.Tensor):
-        assert found == expected
+        assert actual == expected
         return
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    if not found.is_nested and not found.is_meta:
-        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if not actual.is_nested and not actual.is_meta:
+        assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 SHAPES = {
@@ -130,8 +132,8 @@ def test_says_what_torch_says_of_other_arguments():
 def test_gradients_and_transforms_are_torchs():
     q = random(2, 4, 17, 8).requires_grad_()
     expected = torch.autograd.grad(STOCK(q, q, q).square().sum(), q)[0]
-    found = torch.autograd.grad(scaled_dot_product_attention(q, q, q).square().sum(), q)[0]
-    assert torch.equal(found, expected)
+    actual = torch.autograd.grad(scaled_dot_product_attention(q, q, q).square().sum(), q)[0]
+    assert torch.equal(actual, expected)
     many = random(3, 2, 4, 17, 8)
     vmapped = (torch.func.vmap(f)(many, many, many) for f in (STOCK, scaled_dot_product_attention))
     assert torch.equal(*vmapped)
@@ -147,9 +149,9 @@ def test_a_mask_that_is_trained_gets_gradients():
     q, mask = random(2, 4, 17, 8, **HALF), random(17, 17, **HALF).requires_grad_()
     with torch.no_grad():
         assert not scaled_dot_product_attention(q, q, q, mask).requires_grad
-    (found,) = torch.autograd.grad(scaled_dot_product_attention(q, q, q, mask).sum(), mask)
+    (actual,) = torch.autograd.grad(scaled_dot_product_attention(q, q, q, mask).sum(), mask)
     (expected,) = torch.autograd.grad(STOCK(q, q, q, mask).sum(), mask)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.fixture
@@ -268,8 +270,8 @@ def test_masks_are_read_where_that_can_pay(monkeypatch):
                 random(2, 4, length, 64),
                 (torch.arange(length) < torch.tensor([[length], [length // 4]]))[:, None, None],
             )
-            found = scaled_dot_product_attention(q, q, q, attn_mask=mask)
-            close(found, STOCK(q, q, q, attn_mask=mask), 1e-5)
+            actual = scaled_dot_product_attention(q, q, q, attn_mask=mask)
+            close(actual, STOCK(q, q, q, attn_mask=mask), 1e-5)
             assert len(read) == times
         assert takes_a_route(q, q, q, attn_mask=mask)
         holes = mask & (torch.arange(length) % 2 == 0)
@@ -356,8 +358,8 @@ class MethodAttention(nn.Module):
         return self.attend(self.same(x))
 
     def attend(self, x):
-        (found,) = [F.scaled_dot_product_attention(y, y, y) for y in x[None]]
-        return found
+        (actual,) = [F.scaled_dot_product_attention(y, y, y) for y in x[None]]
+        return actual
 
     @staticmethod
     def same(x):
@@ -540,15 +542,15 @@ def reads_a_name(x):
 @torch.no_grad()
 def test_layers_in_several_threads():
     layer, x = TableAttention(), random(1, 2, 17, 8)
-    expected, found = layer(x), []
+    expected, actual = layer(x), []
     turnout.accelerate(layer)
-    threads = [threading.Thread(target=lambda: found.extend(layer(x) for _ in range(20))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: actual.extend(layer(x) for _ in range(20))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 80
-    for one in found:
+    assert len(actual) == 80
+    for one in actual:
         close(one, expected)
 
 
@@ -659,8 +661,8 @@ def test_attention_of_diffusers_and_transformers_is_found(inside):
         expected = call()
         # diffusers keeps the backend that another model was given last
         with turnout.accelerated(model), attention_backend("native"), inside(), counted_calls() as count:
-            found = call()
-        close(found, expected)
+            actual = call()
+        close(actual, expected)
         assert (count["attention"] > 0) is (inside is contextlib.nullcontext)
 
 

@@ -79,9 +79,9 @@ def test_code_that_upstream_changed_is_left_alone(altered):
     block = module.ResnetBlock2D(in_channels=8, groups=2, temb_channels=None)
     x = torch.randn(1, 8, 6, 6)
     expected = block(x, None)
-    said, report = reasons(block)
-    assert len(said) == 1
-    assert "is not that of the releases this adapter was written for (diffusers" in said[0]
+    message, report = reasons(block)
+    assert len(message) == 1
+    assert "is not that of the releases this adapter was written for (diffusers" in message[0]
     assert report.routed  # its layers are
     assert torch.allclose(block(x, None), expected, atol=1e-5)
 
@@ -106,8 +106,8 @@ def test_a_part_that_is_read_past_may_not_change(altered):
             "return normalized * self.gamma + self.bias",
         ),
     )
-    said, _ = reasons(module.WanResidualBlock(4, 4))
-    assert any("is not that of the releases" in reason for reason in said)
+    message, _ = reasons(module.WanResidualBlock(4, 4))
+    assert any("is not that of the releases" in reason for reason in message)
 
 
 def test_a_subclass_with_a_forward_of_its_own_is_left_alone():
@@ -123,8 +123,8 @@ def test_a_subclass_with_a_forward_of_its_own_is_left_alone():
     arguments = {"in_channels": 8, "groups": 2, "temb_channels": None}
     block, x = Doubled(**arguments), torch.randn(1, 8, 6, 6)
     expected = block(x, None)
-    said, _ = reasons(block)
-    assert said == ["its class has code of its own where this adapter replaces that of ResnetBlock2D"]
+    message, _ = reasons(block)
+    assert message == ["its class has code of its own where this adapter replaces that of ResnetBlock2D"]
     assert torch.allclose(block(x, None), expected, atol=1e-5)
     assert reasons(Named(**arguments))[0] == []
 
@@ -134,7 +134,7 @@ def test_code_without_source_is_left_alone():
 
     made: dict = {"Base": ResnetBlock2D}
     exec("class Hidden(Base):\n    def forward(self, x, temb=None):\n        return x", made)
-    said, _ = reasons(made["Hidden"](in_channels=8, groups=2, temb_channels=None))
-    assert said == [
+    message, _ = reasons(made["Hidden"](in_channels=8, groups=2, temb_channels=None))
+    assert message == [
         "the source of Hidden cannot be read, so nobody knows whether it is what this adapter was written for"
     ]

@@ -89,5 +89,5 @@ def test_transforms_of_accelerated_models_are_those_of_stock(name, transform):
             expected = transform(called)
         except RuntimeError:
             return  # nor can stock
-        found = transform(fast)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+        actual = transform(fast)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4 * expected.abs().max().item())

@@ -250,8 +250,8 @@ def test_gradients_and_checkpointing():
     stock = gradients()
     with turnout.accelerated(model):
         fast = gradients()
-    for found, expected in zip(fast, stock, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(fast, stock, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_in_training_drops_the_same():
@@ -319,9 +319,9 @@ def test_blocks_of_other_kinds_are_left_alone(how, reason):
     """As PixArt, DiT, Latte, GLIGEN and AnimateDiff have them."""
     model = block(**how)
     report = turnout.accelerate(nn.ModuleList([model]))
-    said = [entry.reasons for entry in report.refused if entry.path == "0"]
-    assert len(said) == 1
-    assert any(reason in each for each in said[0]), said
+    message = [entry.reasons for entry in report.refused if entry.path == "0"]
+    assert len(message) == 1
+    assert any(reason in each for each in message[0]), message
     assert patched(model) is None
 
 

@@ -65,9 +65,9 @@ def given(name):
     return random(*VAES[name]) if name in VAES else arguments(name)["hidden_states"]
 
 
-def close(found, expected):
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= 3e-5 * expected.abs().max()
+def close(actual, expected):
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 3e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("order", ["accelerate first", "compile first"])
@@ -124,10 +124,10 @@ def test_full_backward_hooks(name):
     seen, expected = gradients("stock")
     scale = max(grad.abs().max() for grad in expected.values())
     for order in ("accelerate first", "accelerate last"):
-        found = gradients(order)
-        assert found[0] == seen
-        assert found[1].keys() == expected.keys()
-        assert all((found[1][key] - grad).abs().max() <= 1e-4 * scale for key, grad in expected.items())
+        actual = gradients(order)
+        assert actual[0] == seen
+        assert actual[1].keys() == expected.keys()
+        assert all((actual[1][key] - grad).abs().max() <= 1e-4 * scale for key, grad in expected.items())
 
 
 @pytest.fixture
@@ -203,8 +203,8 @@ def test_what_is_not_touched_is_named():
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3), nn.Conv1d(4, 4, 1), nn.ConvTranspose2d(4, 4, 2), nn.BatchNorm2d(4)
     )
-    said = str(turnout.accelerate(model))
-    assert "not touched: 1 x Conv1d, 1 x ConvTranspose2d, 1 x BatchNorm2d" in said
+    message = str(turnout.accelerate(model))
+    assert "not touched: 1 x Conv1d, 1 x ConvTranspose2d, 1 x BatchNorm2d" in message
 
 
 def test_partly_known_models_are_called_so():

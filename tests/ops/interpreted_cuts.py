@@ -17,7 +17,8 @@ from turnout.ops.causal_conv3d import CAUSAL_CONV3D
 from turnout.ops.conv2d import CONV2D
 from turnout.ops.conv3d import CONV3D
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D
-from turnout.routing.op import ANYWHERE, OPS, UNKNOWN
+from turnout.routing.op import OPS
+from turnout.routing.route import ANYWHERE, UNKNOWN
 
 NAME = "implicit-gemm"
 SMALL = {"pixels": 16, "filters": 16, "channels": 16}
@@ -65,8 +66,8 @@ def test_conv2d(axis):
     x, weight, bias = last(2, 17, 7, 7), last(20, 17, 3, 3), torch.randn(20)
     whole = run(CONV2D, x, weight, bias, [1, 1], [1, 1], [1, 1], 1, None)
     padding = [0, 1] if axis == -2 else [1, 0]
-    found = [run(CONV2D, part, weight, bias, [1, 1], padding, [1, 1], 1, None) for part in parts(x, axis)]
-    assert torch.equal(torch.cat(found, axis), whole)
+    actual = [run(CONV2D, part, weight, bias, [1, 1], padding, [1, 1], 1, None) for part in parts(x, axis)]
+    assert torch.equal(torch.cat(actual, axis), whole)
     samples = [run(CONV2D, each, weight, bias, [1, 1], [1, 1], [1, 1], 1, None) for each in x.split(1)]
     assert torch.equal(torch.cat(samples), whole)
 
@@ -78,11 +79,11 @@ def test_conv3d(axis):
     padding, beside = [1, 0, 1] if axis == -2 else [1, 1, 0], []
     for begin, end in itertools.pairwise(CUTS):
         beside.append(residual.narrow(axis, begin, end - begin))
-    found = [
+    actual = [
         run(CONV3D, part, weight, None, [1] * 3, padding, [1] * 3, 1, own)
         for part, own in zip(parts(x, axis), beside, strict=True)
     ]
-    assert torch.equal(torch.cat(found, axis), whole)
+    assert torch.equal(torch.cat(actual, axis), whole)
 
 
 @pytest.mark.parametrize("each", [1, 2, 4])
@@ -92,11 +93,11 @@ def test_frames_of_causal_conv3d(each):
     rest = ([1] * 3, [1, 1], [1] * 3, 1, "zeros", None)
     before = last(1, 6, 2, 5, 4)
     whole = run(CAUSAL_CONV3D, x, weight, bias, before, *rest)
-    found, frames = [], torch.cat([before, x], 2)
+    actual, frames = [], torch.cat([before, x], 2)
     for begin in range(0, 4, each):
         cache, own = frames[:, :, begin : begin + 2], x[:, :, begin : begin + each]
-        found.append(run(CAUSAL_CONV3D, own, weight, bias, cache, *rest))
-    assert torch.equal(torch.cat(found, 2), whole)
+        actual.append(run(CAUSAL_CONV3D, own, weight, bias, cache, *rest))
+    assert torch.equal(torch.cat(actual, 2), whole)
 
 
 @pytest.mark.parametrize("axis", KINDS.values(), ids=KINDS)
@@ -104,9 +105,9 @@ def test_upsample_conv2d(axis):
     """A neighbour beside each part; what is computed of the neighbours is dropped."""
     x, weight, bias = last(1, 9, 7, 7), last(6, 9, 3, 3), torch.randn(6)
     whole = run(UPSAMPLE_CONV2D, x, weight, bias, 2, [1, 1])
-    found = []
+    actual = []
     for begin, end in itertools.pairwise(CUTS):
         first, behind = max(0, begin - 1), min(7, end + 1)
         y = run(UPSAMPLE_CONV2D, x.narrow(axis, first, behind - first), weight, bias, 2, [1, 1])
-        found.append(y.narrow(axis, 2 * (begin - first), 2 * (end - begin)))
-    assert torch.equal(torch.cat(found, axis), whole)
+        actual.append(y.narrow(axis, 2 * (begin - first), 2 * (end - begin)))
+    assert torch.equal(torch.cat(actual, axis), whole)

@@ -21,9 +21,9 @@ def test_equals_diffusers(first_chunk, dtype, before, after, in_time):
     y = torch.randn(2, after, 1 if first_chunk else 3 * in_time, 10, 6).to(dtype)
     for layout in (torch.contiguous_format, torch.channels_last_3d):
         x, y = x.contiguous(memory_format=layout), y.contiguous(memory_format=layout)
-        found = _add_repeated(y, x, shortcut, first_chunk)
-        assert torch.equal(found, y + shortcut(x, first_chunk=first_chunk))
-        assert found.stride() == y.stride()
+        actual = _add_repeated(y, x, shortcut, first_chunk)
+        assert torch.equal(actual, y + shortcut(x, first_chunk=first_chunk))
+        assert actual.stride() == y.stride()
 
 
 def test_gradients_are_those_of_the_reference():

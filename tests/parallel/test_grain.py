@@ -12,7 +12,8 @@ from turnout.parallel.exchange import Exchange
 from turnout.parallel.lockstep import Rank
 from turnout.parallel.split import Split
 from turnout.routing import settings
-from turnout.routing.op import ANYWHERE, Grain, forget_choices
+from turnout.routing.op import forget_choices
+from turnout.routing.route import ANYWHERE, Grain
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ import torch
 
 import turnout
 from tests.parallel.matrix import ALL, AXES, DTYPES, model, random
-from turnout.models import DecodeStream, wan
+from turnout.models import DecodeStream, wan_steps
 from turnout.parallel import Lockstep, latents
 from turnout.parallel.exchange import empty_resized
 from turnout.parallel.lockstep import Rank
 from turnout.parallel.split import Split
-from turnout.routing.op import ANYWHERE, Op, forget_choices
+from turnout.routing.op import Op, forget_choices
+from turnout.routing.route import ANYWHERE
 
 SHAPES = {"wan": (1, 4, 7, 4, 5), "wan22": (1, 6, 7, 4, 5)}
 MATRIX = [
@@ -27,13 +28,13 @@ MATRIX = [
 def steps(monkeypatch):
     """How many latents went through a decoder at a time, in order."""
     seen = []
-    decode = wan.decode_latent
+    decode = wan_steps.decode_latent
 
     def watched(vae, latent, cache, *, first):
         seen.append(latent.shape[2])
         return decode(vae, latent, cache, first=first)
 
-    monkeypatch.setattr(wan, "decode_latent", watched)
+    monkeypatch.setattr(wan_steps, "decode_latent", watched)
     return seen
 
 
@@ -146,7 +147,7 @@ def test_a_stream_that_failed_goes_on_with_the_same_frames(monkeypatch):
     turnout.distribute(vae, Lockstep(2), split="width")
     stream = DecodeStream(vae)
     before = stream.decode(z[:, :, :4])
-    decode, calls = wan.decode_latent, []
+    decode, calls = wan_steps.decode_latent, []
 
     def fails_once(*args, **kwargs):
         calls.append(args)
@@ -154,7 +155,7 @@ def test_a_stream_that_failed_goes_on_with_the_same_frames(monkeypatch):
             raise OSError("out of luck")
         return decode(*args, **kwargs)
 
-    monkeypatch.setattr(wan, "decode_latent", fails_once)
+    monkeypatch.setattr(wan_steps, "decode_latent", fails_once)
     with pytest.raises(OSError, match="out of luck"):
         stream.decode(z[:, :, 4:])
     after = stream.decode(z[:, :, 4:])

@@ -16,7 +16,8 @@ from turnout.launch import operands, support
 from turnout.routing import failures, store, versions
 from turnout.routing.case import outline
 from turnout.routing.device import Device, known_cards
-from turnout.routing.op import OPS, Key
+from turnout.routing.op import OPS
+from turnout.routing.route import Key
 
 HERE = Path(__file__).parent
 BF16 = torch.bfloat16

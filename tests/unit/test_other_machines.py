@@ -103,7 +103,8 @@ machine.loop_adds_carefully = lambda: halves == "halves"
 import turnout
 from turnout.routing.case import outline
 from turnout.routing.device import Device
-from turnout.routing.op import OPS, Key
+from turnout.routing.op import OPS
+from turnout.routing.route import Key
 print(turnout.explain("dot", torch.ones(3), torch.ones(3)).device.threads, file=sys.stderr)
 for name in ("h200", "a100", "5090", "mi300x"):
     device = Device.named(name)

@@ -401,8 +401,8 @@ def test_rows_are_plain_data():
 def test_problems_survive_json(op):
     for seed in range(20):
         problem = op.problem(*random_call(op, seed, torch.device("cpu")))
-        told = json.loads(json.dumps({name: plain(value) for name, value in problem._asdict().items()}))
-        assert decode(op, told) == problem
+        output = json.loads(json.dumps({name: plain(value) for name, value in problem._asdict().items()}))
+        assert decode(op, output) == problem
 
 
 VALUES = [

@@ -49,6 +49,8 @@ class OnTheHost(TorchFunctionMode):
 
 def pretend_a_card():
     """What torch without CUDA does not know: which card is current, its name, its stream."""
+    from turnout.routing import torch_private
+
     stream = types.SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
     properties = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
     for name, value in {
@@ -61,9 +63,9 @@ def pretend_a_card():
         "is_current_stream_capturing": False,
     }.items():
         setattr(torch.cuda, name, lambda *args, value=value: value)
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
-    torch._C._cuda_getDevice = lambda: 0
-    torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch_private.cuda_stream = torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch_private.cuda_device = torch._C._cuda_getDevice = lambda: 0
+    torch_private.is_capturing = torch._C._cuda_isCurrentStreamCapturing = lambda: False
 
 
 def stand_in():

@@ -117,10 +117,10 @@ def look_up(launch: Launch, device: Device) -> Found:
     that launches kernels in another thread."""
     from triton.compiler import compile as compile_source
 
-    seen = []
+    hashes = []
 
     def only_look(source: Any, target: Any, options: Any, **more: Any) -> Any:
-        seen.append(f"{source.hash()} {sorted(options.items(), key=str)}")
+        hashes.append(f"{source.hash()} {sorted(options.items(), key=str)}")
 
         def stop(*args: Any) -> Any:
             raise _MissingError
@@ -136,7 +136,7 @@ def look_up(launch: Launch, device: Device) -> Found:
             key = _warm_up(launch, device).hash
             present = True
         except _MissingError:
-            [key], present = seen, False
+            [key], present = hashes, False
         finally:
             kernel.compile = before
     return Found(f"{kernel.fn.__module__}:{kernel.fn.__qualname__} {key}", present, len(kernel.src))
@@ -147,7 +147,7 @@ def watch(kernel: Any) -> None:
     `launcher.watching` is about to compile it, that is called first.
 
     It is called with a function that asks the cache again. Whatever it has put there is loaded; else Triton
-    compiles. A kernel that is in the cache costs nothing more: it is looked up once, as ever.
+    compiles. A kernel that is in the cache costs nothing more: it is looked up once, as without this.
     """
     if not hasattr(kernel, "device_caches"):  # Triton's interpreter compiles nothing
         return
@@ -193,8 +193,8 @@ def compile_ahead(launch: Launch, device: Device) -> None:
 
 
 def _warm_up(launch: Launch, device: Device) -> Any:
-    with operands.compiling(launch.options) as known:
-        options = compile_options(launch.warps, known, device.backend or "cuda")
+    with operands.compiling(launch.options) as known_options:
+        options = compile_options(launch.warps, known_options, device.backend or "cuda")
         arguments = (*launch.tensors, *launch.numbers)
         return launch.kernel.warmup(*arguments, **launch.constants, grid=(launch.programs,), **options)
 

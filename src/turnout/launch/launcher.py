@@ -10,15 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from turnout.launch import operands
 from turnout.launch.descriptors import encode, kind
-from turnout.launch.direct import DirectLauncher, direct_launcher
+from turnout.routing import torch_private
 from turnout.routing.prepared import current
+
+if TYPE_CHECKING:
+    from turnout.launch.direct import DirectLauncher
 
 BACKEND = "cuda" if torch.version.hip is None else "hip"  # Triton's name of what torch calls CUDA devices
 hooks: list[Any] = []  # Triton's launch hooks, once it was needed
@@ -79,7 +82,7 @@ def start(request: Launch) -> DirectLauncher | None:
     if launcher is None:
         launcher = _start_in_triton(request)
         return launcher and prepared.keep(key, launcher)
-    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch_private.cuda_stream(device.index)
     profiled = any(hook.calls for hook in hooks)
     if launcher.run is not None and not profiled:
         launcher.run(programs, stream, (*_arguments(tensors, launcher.kernel), *numbers, *fixed))
@@ -102,8 +105,8 @@ def _start_elsewhere(request: Launch) -> None:
         launches.append(request)
         return
     kernel, programs, tensors, numbers, constants, warps, options = request
-    with operands.compiling(options) as known:
-        kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
+    with operands.compiling(options) as supported:
+        kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, supported))
 
 
 def _start_in_triton(request: Launch) -> DirectLauncher | None:
@@ -115,11 +118,13 @@ def _start_in_triton(request: Launch) -> DirectLauncher | None:
         from turnout.launch.ahead import watch
 
         watch(kernel)
-    with operands.compiling(options) as known:
-        compiled = kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, known))
+    with operands.compiling(options) as supported:
+        compiled = kernel[(programs,)](*tensors, *numbers, **constants, **compile_options(warps, supported))
     if compiled is None:  # Triton's interpreter compiles nothing
         return None
     hooks[:] = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    from turnout.launch.direct import direct_launcher
+
     return direct_launcher(compiled, _argument_count(tensors) + len(numbers) + len(constants))
 
 
@@ -129,12 +134,12 @@ def compile_options(warps: int, options: Mapping[str, Any], backend: str = BACKE
     A product and a sum may round once unless a launch says otherwise: Triton 3.9 warns where nobody decides
     that, and from 3.10 on it would not fuse. Only NVIDIA's compiler can be told how many registers to use.
     """
-    known = {
+    passed_on = {
         name: value
         for name, value in options.items()
         if value is not None and (backend == "cuda" or name != "maxnreg")
     }
-    return {"num_warps": warps, "enable_fp_fusion": True, **known}
+    return {"num_warps": warps, "enable_fp_fusion": True, **passed_on}
 
 
 def _argument_count(tensors: tuple[Any, ...]) -> int:

@@ -86,23 +86,23 @@ def _hook(self=None, stages=None, options=None, language=None, capability=None) 
 def compiling(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Enter this to compile a kernel with these options of `launch`; gives those that Triton knows.
 
-    Where the kernel keeps its operands, and Triton would copy them, its PTX is changed on the way. Others are
-    compiled as ever, also those that another thread compiles: they wait.
+    Where the kernel keeps its operands, and Triton would copy them, its PTX is changed on the way. Other
+    kernels are compiled as usual; another thread that compiles one waits meanwhile.
     """
-    known = {name: value for name, value in options.items() if name != OPTION}
+    supported = {name: value for name, value in options.items() if name != OPTION}
     if not options.get(OPTION) or not makes_copies():
-        yield known
+        yield supported
         return
     from triton import knobs
 
     with _lock:
         before = knobs.runtime.add_stages_inspection_hook
         if before is not None:  # somebody else's: ours would take its place
-            yield known
+            yield supported
             return
         knobs.runtime.add_stages_inspection_hook = _hook
         try:
-            yield known
+            yield supported
         finally:
             knobs.runtime.add_stages_inspection_hook = before
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from turnout.launch.descriptors import described, encode
-from turnout.launch.direct import DirectLauncher
 from turnout.launch.launcher import Launch, card_of, hooks, start
+from turnout.routing import torch_private
 from turnout.routing.prepared import Prepared
+from turnout.routing.torch_private import storage_id
+
+if TYPE_CHECKING:
+    from turnout.launch.direct import DirectLauncher
 
 _ALIGNMENT = 16  # bytes: compiled kernels and plans may count on it
 
@@ -111,14 +115,6 @@ class _Operand(NamedTuple):
         return x if self.pattern is None else described(x, self.pattern)
 
 
-def _storage(x: Tensor) -> int:
-    """Which storage a tensor lies in.
-
-    Its address would not tell: empty tensors, and those on meta, have none.
-    """
-    return x.untyped_storage()._cdata
-
-
 def _start(x: Tensor) -> int:
     """Where a tensor begins in its storage, in bytes."""
     return int(x.storage_offset()) * x.element_size()
@@ -132,9 +128,9 @@ def _told_apart(args: tuple) -> tuple:
     def told_apart(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        if _storage(x) in seen or x.data_ptr() % _ALIGNMENT:
+        if storage_id(x) in seen or x.data_ptr() % _ALIGNMENT:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-        seen.add(_storage(x))
+        seen.add(storage_id(x))
         return x
 
     return tuple(map(told_apart, args))
@@ -143,13 +139,13 @@ def _told_apart(args: tuple) -> tuple:
 def _operands(plan: LaunchPlan, args: tuple) -> list[tuple[_Operand | None, ...]] | None:
     """The operands of each launch; None where one lies in memory that the next call does not have."""
     tensors = [*args, *(workspace.tensor for workspace in plan.new_tensors)]
-    positions = {_storage(x): i for i, x in enumerate(tensors) if isinstance(x, Tensor)}
+    positions = {storage_id(x): i for i, x in enumerate(tensors) if isinstance(x, Tensor)}
 
     def operand(x: Any) -> _Operand | None:
         if x is None:
             return None
         tensor, pattern = (x, None) if isinstance(x, Tensor) else (x.base, x.pattern)
-        position = positions[_storage(tensor)]
+        position = positions[storage_id(tensor)]
         offset = _start(tensor) - _start(tensors[position])
         if offset % _ALIGNMENT:
             raise KeyError(position)
@@ -269,8 +265,8 @@ def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
         "hooks": hooks,
         "on_device": torch.cuda.device,
         "encode": encode,
-        "current_device": getattr(torch._C, "_cuda_getDevice", None),
-        "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        "current_device": torch_private.cuda_device,
+        "current_stream": torch_private.cuda_stream,
     }
     before, body = "".join(f"\n    {line}" for line in fixed), "".join(f"\n        {line}" for line in lines)
     exec(
@@ -294,10 +290,10 @@ def _addresses(positions: list[int], arguments: str) -> Iterator[str]:
 
 def _launch_lines(n: int, operands: tuple[tuple[int, int, bool] | None, ...]) -> Iterator[str]:
     """Code of the `n`-th launch: what Triton encodes of descriptors is looked up by address."""
-    taken, descriptors = [], 0
+    arguments, descriptors = [], 0
     for i, operand in enumerate(operands):
         if operand is None:
-            taken.append("None")
+            arguments.append("None")
             continue
         position, offset, is_descriptor = operand
         address = f"at{position} + {offset}" if offset else f"at{position}"
@@ -306,5 +302,5 @@ def _launch_lines(n: int, operands: tuple[tuple[int, int, bool] | None, ...]) ->
             encoding = f"encode({pattern}, {address}, launchers[{n}].kernel, {descriptors})"
             yield f"map{i} = {pattern}.encoded.get({address}) or {encoding}"
             address, descriptors = f"*map{i}", descriptors + 1
-        taken.append(address)
-    yield f"launchers[{n}].run(programs{n}, stream, ({''.join(f'{x}, ' for x in taken)}*constants{n}))"
+        arguments.append(address)
+    yield f"launchers[{n}].run(programs{n}, stream, ({''.join(f'{x}, ' for x in arguments)}*constants{n}))"

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from turnout.routing.torch_private import TensorBase, storage_id
+
 # No machine has this card: what anybody remembers by device is never taken for something real.
 PRETENDED = torch.device("cuda", 127)
 _META = torch.device("meta")
@@ -194,7 +196,7 @@ def _is_card(device: Any) -> bool:
 
 def _address(x: Tensor) -> int:
     """An address of its own for each storage, aligned as an allocator's are."""
-    return x.untyped_storage()._cdata * _SPACING + x.storage_offset() * x.element_size() if x.numel() else 0
+    return storage_id(x) * _SPACING + int(x.storage_offset()) * x.element_size() if x.numel() else 0
 
 
 def _no_values(name: str) -> Callable[[Tensor], Any]:
@@ -208,7 +210,7 @@ def _no_values(name: str) -> Callable[[Tensor], Any]:
 
 def _getter(name: str) -> Any:
     """What torch hands to a mode where an attribute is looked up."""
-    return vars(torch._C.TensorBase)[name].__get__  # pyright: ignore[reportAttributeAccessIssue]
+    return vars(TensorBase)[name].__get__
 
 
 _PLACES: dict[Any, Callable[[Tensor], Any]] = {

@@ -16,6 +16,7 @@ from turnout.models.report import Entry, Report, weights_of
 from turnout.models.snapshot import FIRST_CALLS, REPLAYS
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
+from turnout.routing.torch_private import uncompiled
 
 KNOWN: dict[str, type[patch.Adapter]] = {**diffusers.ADAPTERS, **transformers.ADAPTERS}
 MODELS: set[str] = diffusers.MODELS | transformers.MODELS
@@ -70,7 +71,7 @@ def accelerate(model: Any, *, numerics: str | None = None, graph: bool = False, 
 
 
 def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: Report) -> None:
-    """Patch the instances of one model, and report what became of each."""
+    """Patch the instances of one model, and report for each what was done."""
     within: dict[int, str] = {}  # modules that a fused part reads past, and the path of that part
     channels_last: tuple[str, ...] = ()
     entries, touched = [], set()
@@ -104,16 +105,16 @@ def _accelerate_part(path: str, part: nn.Module, numerics: str | None, report: R
 
 def _see_calls(path: str, part: nn.Module, report: Report, *, graph: bool, warm: bool) -> None:
     """See the calls of every known model in a part, that is not inside another one, as a whole."""
-    seen: tuple[str, ...] = ()
+    wholes: tuple[str, ...] = ()
     for inner, instance in list(part.named_modules()):
-        if _key(instance, WHOLE) and not (seen and f"{inner}.".startswith(seen)):
+        if _key(instance, WHOLE) and not (wholes and f"{inner}.".startswith(wholes)):
             calls.install(instance, graph=graph, warm=warm)
-            where, held = ".".join(filter(None, (path, inner))), vars(instance)
-            report.graphs |= {where: held[REPLAYS]} if graph else {}
-            report.first_calls |= {where: held[FIRST_CALLS]} if warm else {}
-            seen += (f"{inner}." if inner else "",)
+            location, held = ".".join(filter(None, (path, inner))), vars(instance)
+            report.graphs |= {location: held[REPLAYS]} if graph else {}
+            report.first_calls |= {location: held[FIRST_CALLS]} if warm else {}
+            wholes += (f"{inner}." if inner else "",)
     if graph:
-        _note_graphs(path, part, report, any_known=bool(seen))
+        _note_graphs(path, part, report, any_known=bool(wholes))
 
 
 def _note_graphs(path: str, part: nn.Module, report: Report, *, any_known: bool) -> None:
@@ -143,8 +144,9 @@ def _verdict(part: nn.Module, entries: list[Entry]) -> str:
 def _unwrapped(model: Any) -> nn.Module:
     """The model inside torch.compile, DDP, FSDP and peft."""
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
+        inner = uncompiled(model)
+        if inner is not None:
+            model = inner
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
         elif type(model).__name__ in _WRAPPERS and isinstance(getattr(model, "module", None), nn.Module):
@@ -280,7 +282,7 @@ def _patch(
             return Entry(
                 path,
                 name,
-                (adapter.__doc__ or adapter.__name__).splitlines()[0].rstrip("."),
+                adapter.summary,
                 fused=adapter in _FUSED,
             )
         reasons += refusals

@@ -2,15 +2,15 @@
 
 Only where that cannot be noticed. A module is *bare* if
 
-- its class is one that the adapter knows, not one that was put in its place (LoRA, quantised layers) or made
-  of it (parametrisations, FSDP),
-- nobody hooked on to it: no forward, pre-forward or backward hooks, no replaced `forward` (offloading,
-  casting and caches work by these) or other method of its own; a convolution pads as its adapter knows
-  (seamless pictures are made by `padding_mode = "circular"`),
+- its class is one that the adapter knows: not a replacement (LoRA, quantised layers), nor a class derived
+  from it at run time (parametrisations, FSDP);
+- it has no forward, pre-forward or backward hooks, and no replaced `forward` (offloading, casting and caches
+  use these) or other method on the instance; a convolution has a padding mode that its adapter knows
+  (seamless pictures use `padding_mode = "circular"`);
 - its weights are plain tensors, on the device and in the dtype of the call.
 
-What follows from a module's state is remembered, and looked up again only when that state has changed. To see
-whether it has takes 2 to 5 us of a host's time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
+The answer is cached, and computed again only when the state of the modules has changed. Checking for a change
+takes 2 to 5 us of host time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from turnout.routing.fallback import autocasts
+from turnout.routing.torch_private import GLOBAL_HOOKS, constant_in_graphs
 
 is_compiling = torch.compiler.is_compiling
 _everything = itertools.chain.from_iterable
 _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_GLOBAL_HOOKS = [getattr(torch_module, f"_global{kind}") for kind in _HOOKS]
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _padding_mode = operator.attrgetter("padding_mode")
@@ -62,7 +61,7 @@ def _is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.
     """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype
     on this device.
     """
-    if any(_GLOBAL_HOOKS):
+    if any(GLOBAL_HOOKS):
         return False
     key = id(root), id(inside)
     watch = _watches.get(key)
@@ -72,31 +71,30 @@ def _is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.
 
 
 def _is_bare_by_id(root: int, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
-    """The same of a module by its id; whoever asks holds it."""
+    """`is_bare` of the module with this id; the caller keeps the module alive."""
     return _is_bare(ctypes.cast(root, ctypes.py_object).value, inside, dtype, device)
 
 
 def _is_bare_to_old_compilers(
     root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """The same, for compilers that hand no module to a function whose answer they take for a constant."""
+    """`is_bare` for torch before 2.13, whose compiler passes no modules to functions marked as constant."""
     if is_compiling():
         return _is_bare_by_id(id(root), inside, dtype, device)
     return _is_bare(root, inside, dtype, device)
 
 
-# In a graph that torch.compile makes, the answer is that of the time it was traced. This is all that
-# torch.compiler.assume_constant_result does, besides importing the compiler.
-for _asked in (_is_bare, _is_bare_by_id):
-    _asked._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+# A graph of torch.compile keeps the answer from when it was traced.
+for _function in (_is_bare, _is_bare_by_id):
+    constant_in_graphs(_function)
 
 is_bare = _is_bare if torch.__version__ >= "2.13" else _is_bare_to_old_compilers
 
 
 class _Watch:
-    """The state of the modules inside one module, and what followed from it.
+    """The state of the modules inside one module, and whether they are bare in that state.
 
-    Asked at every call: there is no loop of Python's in it.
+    Used at every call, so it has no Python loops.
     """
 
     def __init__(self, root: nn.Module, inside: Inside, key: tuple[int, int]):
@@ -114,13 +112,13 @@ class _Watch:
         ]
         self.held = list(_everything(map(dict.values, self.dicts)))
         parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
-        known = all(_known(m, inside.reads) for m in self.modules) and all(
+        all_known = all(_known(m, inside.reads) for m in self.modules) and all(
             type(x) in _PLAIN for x in parameters
         )
         self.convolutions = [m for m in self.modules if isinstance(m, _CONVOLUTIONS)]
         self.padding_modes = list(map(_padding_mode, self.convolutions))
         pads = set(self.padding_modes) <= set(inside.padding_modes)
-        self.bare = known and pads and not any(map(_shadowed, self.modules))
+        self.bare = all_known and pads and not any(map(_shadowed, self.modules))
         self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
         self.any_dtype = inside.any_dtype
         self.made: dict[Any, Any] = {}
@@ -136,9 +134,9 @@ class _Watch:
         )
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether nobody looks on, and the weights are on the device of a call and in its dtype.
+        """Whether there are no hooks, and the weights are on the device of a call and in its dtype.
 
-        Under autocast ops see to that.
+        Under autocast the dtype may differ: ops cast the weights.
         """
         if not self.bare or any(self.hooks):
             return False
@@ -155,10 +153,10 @@ _watches: dict[tuple[int, int], _Watch] = {}
 
 
 def remembered(root: nn.Module, inside: Inside, make: Callable[[Any], Any]) -> Any:
-    """What `make(root)` gives, made once for as long as the modules that are read past, and their parameters,
-    are the same ones. To be asked behind `is_bare`, which looks.
+    """The result of `make(root)`, cached until one of the modules whose weights are read, or a parameter of
+    one, is replaced. Call `is_bare` first: it checks for that.
 
-    Parameters that are looked up through their modules cost a host 0.4 us each.
+    Looking up a parameter through its module costs 0.4 us of host time.
     """
     watch = _watches.get((id(root), id(inside)))
     if watch is None or watch.root() is not root:
@@ -169,14 +167,14 @@ def remembered(root: nn.Module, inside: Inside, make: Callable[[Any], Any]) -> A
 
 
 def forget(modules: Iterable[object]) -> None:
-    """Drop what is remembered of these, and with it the last hold on weights that were replaced."""
+    """Drop what is cached for these modules, and with it references to weights that were replaced."""
     gone = {id(module) for module in modules}
     for key in [key for key in _watches if key[0] in gone]:
         _watches.pop(key, None)
 
 
 def read_past(root: nn.Module, inside: Inside) -> Iterator[nn.Module]:
-    """The modules inside that are not called."""
+    """The modules inside that the adapter does not call, but may read the weights of."""
     for path, module in root.named_modules():
         parts = path.split(".")
         above = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -191,20 +189,20 @@ def strangers(root: nn.Module, inside: Inside) -> Iterator[str]:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody looks on, or has put a method in the place of `forward`."""
+    """Whether a module has hooks, or a `forward` of its own."""
     return "forward" in vars(module) or any(_hooks(module))
 
 
 def bare_layer(layer: Any, cls: type, x: Tensor) -> bool:
     """The rule for a single layer with a weight, of exactly this class, that is called with x."""
-    if type(layer) is not cls or hooked(layer) or any(_GLOBAL_HOOKS):
+    if type(layer) is not cls or hooked(layer) or any(GLOBAL_HOOKS):
         return False
     weight = layer.weight
     return type(weight) in _PLAIN and weight.dtype is x.dtype and weight.device == x.device
 
 
 def _shadowed(module: nn.Module) -> bool:
-    """Whether somebody has put a function of their own in the place of a method."""
+    """Whether an instance has an attribute that replaces a method of its class."""
     return any(inspect.isfunction(getattr(type(module), name, None)) for name in vars(module))
 
 

@@ -17,6 +17,7 @@ from turnout.models.patch import Adapter
 from turnout.models.video import may_write
 from turnout.routing import settings
 from turnout.routing.fallback import autocasts
+from turnout.routing.torch_private import addmm_gelu, storage_id
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -42,9 +43,7 @@ def linear_gelu(layer: Any, x: Tensor) -> Tensor:
         and direct(x, layer)
         and settings.current().numerics != "exact"
     ):
-        rows = torch._addmm_activation(  # pyright: ignore[reportPrivateImportUsage]
-            layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True
-        )
+        rows = addmm_gelu(layer.bias, x.flatten(0, -2), layer.weight.t(), use_gelu=True)
         return rows.unflatten(0, x.shape[:-1])
     return F.gelu(layer(x), approximate="tanh")
 
@@ -58,7 +57,7 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
         and strides == second.stride()
         and strides[0] == tokens * strides[1]
         and first.storage_offset() + words * strides[1] == second.storage_offset()
-        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        and storage_id(first) == storage_id(second)
     ):
         return first.as_strided((batch, tokens, channels), strides)
     return torch.cat([first, second], 1)
@@ -85,7 +84,7 @@ def _needs_bare_norm(*norms: Any) -> Iterable[str]:
 
 
 class AdaLayerNormZero(Adapter):
-    """layer norm, scale and shift in one pass"""
+    summary = "layer norm, scale and shift in one pass"
 
     inside = Inside(reads=(nn.LayerNorm,), calls=("emb", "linear", "silu"))
 
@@ -108,7 +107,7 @@ class AdaLayerNormZero(Adapter):
 
 
 class AdaLayerNormZeroSingle(Adapter):
-    """layer norm, scale and shift in one pass"""
+    summary = "layer norm, scale and shift in one pass"
 
     inside = Inside(reads=(nn.LayerNorm,), calls=("linear", "silu"))
 
@@ -122,7 +121,7 @@ class AdaLayerNormZeroSingle(Adapter):
 
 
 class AdaLayerNormContinuous(Adapter):
-    """layer norm, scale and shift in one pass"""
+    summary = "layer norm, scale and shift in one pass"
 
     inside = Inside(reads=(nn.LayerNorm,), calls=("linear", "silu"))
 
@@ -142,7 +141,7 @@ def _modulated(norm: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 
 
 class Gelu(Adapter):
-    """GELU in the product's epilogue"""
+    summary = "GELU in the product's epilogue"
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -157,7 +156,7 @@ def _fed_forward(
     feed_forward: Any,
     norm: Any,
     x: Tensor,
-    found: Tensor,
+    attended: Tensor,
     gate: Tensor,
     shift: Tensor,
     scale: Tensor,
@@ -166,12 +165,12 @@ def _fed_forward(
     """The second half of a block: what attention found is added to x, and what the feed-forward layers make
     of the norm of that.
     """
-    normed, x = ops.layer_norm_modulate(found, scale, shift, eps=norm.eps, residual=x, gate=gate)
+    normed, x = ops.layer_norm_modulate(attended, scale, shift, eps=norm.eps, residual=x, gate=gate)
     return ops.gated_add(x, last_gate, feed_forward(normed))
 
 
 class FluxPosEmbed(Adapter):
-    """rotary tables of all axes at once"""
+    summary = "rotary tables of all axes at once"
 
     def forward(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         if ids.device.type not in ("cpu", "cuda"):  # not every device has float64
@@ -192,7 +191,7 @@ class FluxPosEmbed(Adapter):
 
 
 class FluxBlock(Adapter):
-    """residual, gate, norm, scale and shift in one pass"""
+    summary = "residual, gate, norm, scale and shift in one pass"
 
     inside = Inside(reads=(nn.LayerNorm,), calls=("norm1", "norm1_context", "attn", "ff", "ff_context"))
 
@@ -225,7 +224,7 @@ class FluxBlock(Adapter):
 
 
 class FluxSingleBlock(Adapter):
-    """residual and gate in one pass, GELU in the product's epilogue"""
+    summary = "residual and gate in one pass, GELU in the product's epilogue"
 
     inside = Inside(reads=(nn.GELU,), calls=("norm", "attn", "proj_mlp", "proj_out"))
 
@@ -249,15 +248,17 @@ class FluxSingleBlock(Adapter):
             )
         words, x = encoder_hidden_states.shape[1], joined(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
-        found = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
+        attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         x = _finite(
-            ops.gated_add(x, gate, self.proj_out(torch.cat([found, linear_gelu(self.proj_mlp, normed)], -1)))
+            ops.gated_add(
+                x, gate, self.proj_out(torch.cat([attended, linear_gelu(self.proj_mlp, normed)], -1))
+            )
         )
         return x[:, :words], x[:, words:]
 
 
 class QwenImageBlock(Adapter):
-    """residual, gate, norm, scale and shift in one pass"""
+    summary = "residual, gate, norm, scale and shift in one pass"
 
     inside = Inside(reads=(nn.LayerNorm,), calls=("img_mod", "txt_mod", "attn", "img_mlp", "txt_mlp"))
 
@@ -315,7 +316,7 @@ class QwenImageBlock(Adapter):
 
 
 class WanBlock(Adapter):
-    """residual, gate, norm, scale and shift in one pass"""
+    summary = "residual, gate, norm, scale and shift in one pass"
 
     inside = Inside(
         reads=("FP32LayerNorm", nn.LayerNorm, nn.Identity), calls=("attn1", "attn2", "ffn"), any_dtype=True
@@ -335,7 +336,7 @@ class WanBlock(Adapter):
             self.scale_shift_table + temb.float()
         ).unbind(-2)
         x = hidden_states
-        found = self.attn1(
+        attended = self.attn1(
             ops.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb
         )
         if isinstance(self.norm2, nn.LayerNorm):
@@ -343,17 +344,17 @@ class WanBlock(Adapter):
                 None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias)
             )
             normed, x = ops.layer_norm_modulate(
-                found, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate
+                attended, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate
             )
         else:
-            normed = x = ops.gated_add(x, gate, found)
-        found = self.attn2(normed, encoder_hidden_states, None, None)
-        normed, x = ops.layer_norm_modulate(found, last_scale, last_shift, eps=self.norm3.eps, residual=x)
+            normed = x = ops.gated_add(x, gate, attended)
+        attended = self.attn2(normed, encoder_hidden_states, None, None)
+        normed, x = ops.layer_norm_modulate(attended, last_scale, last_shift, eps=self.norm3.eps, residual=x)
         return ops.gated_add(x, last_gate, self.ffn(normed))
 
 
 class WanTransformer(Adapter):
-    """patches as one product, last norm with scale and shift in one pass"""
+    summary = "patches as one product, last norm with scale and shift in one pass"
 
     inside = Inside(
         reads=("FP32LayerNorm", nn.LayerNorm, nn.Conv3d),

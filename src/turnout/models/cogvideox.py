@@ -42,7 +42,7 @@ def _convolved(
 
 
 class CausalConv(Adapter):
-    """cache beside the input of the convolution"""
+    summary = "cache beside the input of the convolution"
 
     inside = Inside(reads=_CONVS)
 
@@ -56,7 +56,7 @@ class CausalConv(Adapter):
 
 
 class SpatialNorm(Adapter):
-    """scale and shift computed where the latents are, and repeated, not the other way round"""
+    summary = "scale and shift computed where the latents are, and repeated, not the other way round"
 
     inside = Inside(reads=(*_CONVS, nn.GroupNorm))
 
@@ -102,7 +102,7 @@ def _resized(zq: Tensor, size: Any, apart: bool) -> Tensor:
 
 
 class ResnetBlock(Adapter):
-    """norm with SiLU; cache, bias and residual in the convolution"""
+    summary = "norm with SiLU; cache, bias and residual in the convolution"
 
     inside = Inside(
         reads=(*_CONVS, "CogVideoXSpatialNorm3D", nn.GroupNorm, nn.SiLU, nn.Dropout),
@@ -147,7 +147,7 @@ def _normed(norm: Any, x: Tensor, zq: Tensor | None) -> Tensor:
 
 
 class Upsample(Adapter):
-    """upsampling folded into its convolution, frames repeated behind it"""
+    summary = "upsampling folded into its convolution, frames repeated behind it"
 
     inside = Inside(reads=(nn.Conv2d,))
 

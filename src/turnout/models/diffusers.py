@@ -1,11 +1,11 @@
-"""Which adapter stands before which class of diffusers.
+"""Which adapter overrides which class of diffusers.
 
-Names only: diffusers itself is imported by whoever made the model.
+Names only: diffusers is not imported here; whoever has a model of it has imported it.
 """
 
 from __future__ import annotations
 
-from turnout.models import blocks, cogvideox, dit, hunyuan, image, ltx, unet, wan
+from turnout.models import blocks, cogvideox, dit, hunyuan, image, ltx, unet, wan, wan_decoder, wan_steps
 from turnout.models.patch import Adapter
 
 _AUTOENCODERS = "diffusers.models.autoencoders"
@@ -18,8 +18,8 @@ def _in(module: str, **adapters: type[Adapter]) -> dict[str, type[Adapter]]:
 ADAPTERS: dict[str, type[Adapter]] = {
     **_in(
         f"{_AUTOENCODERS}.autoencoder_kl_wan",
-        AutoencoderKLWan=wan.Autoencoder,
-        WanDecoder3d=wan.Decoder,
+        AutoencoderKLWan=wan_steps.Autoencoder,
+        WanDecoder3d=wan_decoder.Decoder,
         WanEncoder3d=wan.Encoder,
         WanResidualBlock=wan.ResidualBlock,
         WanResidualUpBlock=wan.ResidualUpBlock,
@@ -29,8 +29,8 @@ ADAPTERS: dict[str, type[Adapter]] = {
     ),
     **_in(
         f"{_AUTOENCODERS}.autoencoder_kl_qwenimage",
-        AutoencoderKLQwenImage=wan.Autoencoder,
-        QwenImageDecoder3d=wan.Decoder,
+        AutoencoderKLQwenImage=wan_steps.Autoencoder,
+        QwenImageDecoder3d=wan_decoder.Decoder,
         QwenImageEncoder3d=wan.Encoder,
         QwenImageResidualBlock=wan.ResidualBlock,
         QwenImageResample=wan.Resample,

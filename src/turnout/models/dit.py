@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.blocks import joined_products
+from turnout.models.diffusers_private import attention_of_backend
 from turnout.models.routed import RoutedProcessor
 from turnout.models.sdpa import attend
 
@@ -37,31 +38,12 @@ def _weights(*norms: Any) -> Any:
 
 def _attend(processor: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """q, k, v `[B, S, H, D]`; gives `[B, S, H*D]`."""
-    from diffusers.models.attention_dispatch import (
-        AttentionBackendName,
-        _AttentionBackendRegistry,
-        dispatch_attention_fn,
-    )
-
-    backend, parallel = processor._attention_backend, processor._parallel_config
-    if (
-        backend is None
-        and parallel is None
-        and _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
-    ):
-        if mask is not None and mask.shape == (
-            k.shape[0],
-            k.shape[1],
-        ):  # over keys, as diffusers' native backend reads it
-            mask = mask[:, None, None]
-        return (
-            attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
-        )
-    return (
-        dispatch_attention_fn(q, k, v, attn_mask=mask, backend=backend, parallel_config=parallel)
-        .flatten(2)
-        .to(q.dtype)
-    )
+    attend_by_backend = attention_of_backend(processor)
+    if attend_by_backend is not None:
+        return attend_by_backend(q, k, v, mask).flatten(2).to(q.dtype)
+    if mask is not None and mask.shape == k.shape[:2]:  # over keys, as diffusers' native backend reads it
+        mask = mask[:, None, None]
+    return attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask).transpose(1, 2).flatten(2)
 
 
 def _projected(attn: Any, names: tuple[str, ...], fused: str, x: Tensor, head_dim: int) -> list[Tensor]:
@@ -99,7 +81,7 @@ _NORMS_ONLY = Inside(reads=(nn.RMSNorm, "RMSNorm"), calls=("to_*", "add_*"), any
 
 
 class FluxProcessor(RoutedProcessor):
-    """norm, rotation and joining of q and k in one pass"""
+    summary = "norm, rotation and joining of q and k in one pass"
 
     inside = _NORMS_ONLY
 
@@ -135,15 +117,15 @@ class FluxProcessor(RoutedProcessor):
             out_layout="bshd",
             **how,
         )
-        found = _attend(self, q, k, v, attention_mask)
+        attended = _attend(self, q, k, v, attention_mask)
         if not joint:
-            return found
+            return attended
         words = encoder_hidden_states.shape[1]  # pyright: ignore[reportOptionalMemberAccess]
-        return attn.to_out[1](attn.to_out[0](found[:, words:])), attn.to_add_out(found[:, :words])
+        return attn.to_out[1](attn.to_out[0](attended[:, words:])), attn.to_add_out(attended[:, :words])
 
 
 class QwenImageProcessor(RoutedProcessor):
-    """norm, rotation and joining of q and k in one pass"""
+    summary = "norm, rotation and joining of q and k in one pass"
 
     inside = _NORMS_ONLY
 
@@ -183,13 +165,13 @@ class QwenImageProcessor(RoutedProcessor):
         if encoder_hidden_states_mask is not None:
             image = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             mask = torch.cat([encoder_hidden_states_mask.bool(), image], 1)[:, None, None]
-        found = _attend(self, q, k, v, mask)
-        image = attn.to_out[0](found[:, words:])
-        return attn.to_out[1](image) if len(attn.to_out) > 1 else image, attn.to_add_out(found[:, :words])
+        attended = _attend(self, q, k, v, mask)
+        image = attn.to_out[0](attended[:, words:])
+        return attn.to_out[1](image) if len(attn.to_out) > 1 else image, attn.to_add_out(attended[:, :words])
 
 
 class WanProcessor(RoutedProcessor):
-    """norm over all heads and rotation of q and k in one pass"""
+    summary = "norm over all heads and rotation of q and k in one pass"
 
     inside = _NORMS_ONLY
 

@@ -32,6 +32,7 @@ from turnout.routing import settings
 from turnout.routing.device import Device
 from turnout.routing.fallback import autocasting
 from turnout.routing.op import TurnoutWarning, is_watching
+from turnout.routing.torch_private import is_compiled, saved_tensors_hooks
 from turnout.warming.compiling import Compiler, can_compile, most_jobs, one_at_a_time
 from turnout.warming.planning import specs_of_call
 from turnout.warming.progress import Bar
@@ -41,7 +42,6 @@ from turnout.warming.warmed import Warmed, compile_specs
 FEWEST = 3
 _SHOWN_AFTER = 2.0  # seconds
 _LIBRARIES = frozenset({"torch", "diffusers", "transformers", "peft", "turnout"})
-_saved_tensors_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # pyright: ignore[reportAttributeAccessIssue]
 _log = logging.getLogger("turnout")
 _no_compiler: str | None = None  # why none can be started in this process
 
@@ -179,7 +179,7 @@ def _reasons(call: _Call) -> Iterator[str]:
     rewritten = replays.rewritten()
     if rewritten is not None:
         yield rewritten
-    if torch.is_grad_enabled() and _saved_tensors_hooks(True) is not None:
+    if torch.is_grad_enabled() and saved_tensors_hooks(True) is not None:
         yield "hooks on saved tensors"
     if call.method in vars(call.model):
         yield f"a {call.method} of its own"
@@ -196,7 +196,7 @@ def _reasons_of(path: str, module: nn.Module) -> Iterator[str]:
     if path and bare.hooked(module):  # hooks of the model itself are not inside the call
         yield f"{path} has a hook or a forward of its own"
     path = path or "the model"
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if is_compiled(module):
         yield f"{path} is compiled"
     for each in (module, vars(module).get("processor")):
         cls = type(each)

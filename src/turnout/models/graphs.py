@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from turnout.routing import torch_private
 from turnout.routing.fallback import values_hidden
 
 # Decodes one latent. What the next one needs replaces what the list held before; the tensors that were in it
@@ -146,13 +147,9 @@ class CudaEngine:
         if torch.cuda.is_current_stream_capturing():
             with contextlib.suppress(RuntimeError):  # says that what was captured is of no use
                 graph.capture_end()
-        end, release = (
-            getattr(torch._C, f"_cuda_{name}", None) for name in ("endAllocateToPool", "releasePool")
-        )
-        if end is not None and release is not None:
-            with contextlib.suppress(RuntimeError):  # says that it has ended, as it should have
-                end(self.device.index, self._pool)
-                release(self.device.index, self._pool)
+        with contextlib.suppress(RuntimeError):  # says that it has ended, as it should have
+            torch_private.end_allocate_to_pool(self.device.index, self._pool)
+            torch_private.release_pool(self.device.index, self._pool)
         try:
             graph.pool()
         except RuntimeError:  # it has not ended
@@ -262,10 +259,11 @@ class CapturedStep:
                 held.copy_(new)
 
     def __call__(self, latent: Tensor) -> Tensor:
-        given, needed = (f"{list(x.shape)} of {x.dtype} on {x.device}" for x in (latent, self.latent))
-        if given != needed:
+        actual, needed = (f"{list(x.shape)} of {x.dtype} on {x.device}" for x in (latent, self.latent))
+        if actual != needed:
             raise ValueError(
-                f"a latent {given}; this stream was captured with {needed}, another clip needs another stream"
+                f"a latent {actual}; this stream was captured with {needed}, "
+                "another clip needs another stream"
             )
         self.latent.copy_(latent)
         self._replay()

@@ -43,7 +43,7 @@ def _convolved(
 
 
 class CausalConv(Adapter):
-    """edges repeated in the buffer that is convolved"""
+    summary = "edges repeated in the buffer that is convolved"
 
     inside = Inside(reads=(nn.Conv3d,))
 
@@ -57,7 +57,7 @@ class CausalConv(Adapter):
 
 
 class ResnetBlock(Adapter):
-    """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
+    summary = "norm with SiLU into the buffer that is convolved, bias and residual in the convolution"
 
     inside = Inside(reads=(_CONV, nn.Conv3d, nn.GroupNorm, nn.SiLU, nn.Dropout), calls=("conv_shortcut",))
 
@@ -74,7 +74,7 @@ class ResnetBlock(Adapter):
 
 
 class Upsample(Adapter):
-    """pixels repeated in the buffer that is convolved"""
+    summary = "pixels repeated in the buffer that is convolved"
 
     inside = Inside(reads=(_CONV, nn.Conv3d))
 
@@ -98,7 +98,7 @@ class Upsample(Adapter):
 
 
 class MidBlock(Adapter):
-    """attention frame by frame over the frames before, without a mask"""
+    summary = "attention frame by frame over the frames before, without a mask"
 
     splits = True
     inside = Inside(
@@ -139,16 +139,16 @@ def _attended(attn: Any, x: Tensor) -> Tensor:
         project(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2)
         for project in (attn.to_q, attn.to_k, attn.to_v)
     )
-    size, found = height * width, []
+    size, attended_frames = height * width, []
     for t in range(frames):
-        seen = slice(0, (t + 1) * size)
-        found.append(attend(q[:, :, t * size : (t + 1) * size], k[:, :, seen], v[:, :, seen]))
-    y = attn.to_out[1](attn.to_out[0](torch.cat(found, 2).transpose(1, 2).flatten(2)))
+        earlier = slice(0, (t + 1) * size)
+        attended_frames.append(attend(q[:, :, t * size : (t + 1) * size], k[:, :, earlier], v[:, :, earlier]))
+    y = attn.to_out[1](attn.to_out[0](torch.cat(attended_frames, 2).transpose(1, 2).flatten(2)))
     return y.unflatten(1, (frames, height, width)).permute(0, 4, 1, 2, 3) + x
 
 
 class Coder(Adapter):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     channels_last = True
     inside = Inside(
@@ -162,7 +162,7 @@ class Coder(Adapter):
 
 
 class Decoder(Coder):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -174,7 +174,7 @@ class Decoder(Coder):
 
 
 class Encoder(Coder):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:

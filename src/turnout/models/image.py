@@ -27,7 +27,7 @@ def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 class ResnetBlock(Adapter):
-    """norm with SiLU, bias and residual in the convolution"""
+    summary = "norm with SiLU, bias and residual in the convolution"
 
     inside = Inside(reads=(nn.GroupNorm, nn.Conv2d, nn.SiLU, nn.Dropout), calls=("time_emb_proj",))
 
@@ -56,7 +56,7 @@ class ResnetBlock(Adapter):
 
 
 class Upsample(Adapter):
-    """upsampling folded into its convolution"""
+    summary = "upsampling folded into its convolution"
 
     inside = Inside(reads=(nn.Conv2d,))
 
@@ -81,7 +81,7 @@ def _upsampled(upsample: Any) -> Any:
 
 
 class Coder(Adapter):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     channels_last = True
     inside = Inside(reads=(nn.Conv2d, nn.GroupNorm, nn.SiLU), calls=("mid_block", "up_blocks", "down_blocks"))
@@ -94,7 +94,7 @@ class Coder(Adapter):
 
 
 class Decoder(Coder):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     def forward(self: Any, sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -107,7 +107,7 @@ class Decoder(Coder):
 
 
 class Encoder(Coder):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     def forward(self: Any, sample: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -120,7 +120,7 @@ class Encoder(Coder):
 
 
 class AttentionProcessor(RoutedProcessor):
-    """attention of the middle block without layout flips"""
+    summary = "attention of the middle block without layout flips"
 
     # Not `inside`: only images need the norm, and a U-Net calls this 140 times with tokens.
     reads = Inside(reads=(nn.GroupNorm,), calls=("to_q", "to_k", "to_v", "to_out"))
@@ -154,6 +154,6 @@ class AttentionProcessor(RoutedProcessor):
             project(tokens).unflatten(2, heads).transpose(1, 2)
             for project in (attn.to_q, attn.to_k, attn.to_v)
         )
-        found = attn.to_out[1](attn.to_out[0](attend(q, k, v).transpose(1, 2).flatten(2)))
-        found = found.transpose(1, 2).unflatten(2, x.shape[2:])
-        return found + x if attn.residual_connection else found
+        attended = attn.to_out[1](attn.to_out[0](attend(q, k, v).transpose(1, 2).flatten(2)))
+        attended = attended.transpose(1, 2).unflatten(2, x.shape[2:])
+        return attended + x if attn.residual_connection else attended

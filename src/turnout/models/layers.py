@@ -24,7 +24,7 @@ is_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Conv2dMethod(Adapter):
-    """turnout.conv2d"""
+    summary = "turnout.conv2d"
 
     exact = True
 
@@ -46,7 +46,7 @@ class Conv2dMethod(Adapter):
 
 
 class Conv3dMethod(Adapter):
-    """turnout.conv3d"""
+    summary = "turnout.conv3d"
 
     exact = True
 
@@ -83,7 +83,7 @@ def _weight_and_bias(layer: Any) -> tuple[Any, Any] | None:
 
 
 class Conv2d(Conv2dMethod):
-    """turnout.conv2d"""
+    summary = "turnout.conv2d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if not is_compiling() and is_torch(self, CONV2D, input):
@@ -95,7 +95,7 @@ class Conv2d(Conv2dMethod):
 
 
 class Conv3d(Conv3dMethod):
-    """turnout.conv3d"""
+    summary = "turnout.conv3d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if not is_compiling() and is_torch(self, CONV3D, input):
@@ -107,7 +107,7 @@ class Conv3d(Conv3dMethod):
 
 
 class GroupNorm(Adapter):
-    """turnout.group_norm_silu"""
+    summary = "turnout.group_norm_silu"
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -134,7 +134,7 @@ class GroupNorm(Adapter):
 
 
 class Attention(Routed):
-    """turnout.attention in place of scaled_dot_product_attention"""
+    summary = "turnout.attention in place of scaled_dot_product_attention"
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -147,7 +147,7 @@ class Attention(Routed):
 
 
 class AttentionProcessor(RoutedProcessor):
-    """turnout.attention in place of scaled_dot_product_attention"""
+    summary = "turnout.attention in place of scaled_dot_product_attention"
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:

@@ -65,7 +65,7 @@ def _convolved(
 
 
 class CausalConv(Adapter):
-    """frames repeated in the buffer that is convolved"""
+    summary = "frames repeated in the buffer that is convolved"
 
     inside = Inside(reads=(nn.Conv3d,), padding_modes=_PADDING_MODES)
 
@@ -74,7 +74,7 @@ class CausalConv(Adapter):
 
 
 class ResnetBlock(Adapter):
-    """norm with SiLU into the buffer that is convolved, bias and residual in the convolution"""
+    summary = "norm with SiLU into the buffer that is convolved, bias and residual in the convolution"
 
     inside = Inside(
         reads=(*_CONVS, *_NORMS, nn.Conv3d, nn.SiLU, nn.Dropout), calls=("norm3", "conv_shortcut"),
@@ -117,7 +117,7 @@ class ResnetBlock(Adapter):
 
 
 class Upsampler(Adapter):
-    """channels spread over time and space without leaving channels-last"""
+    summary = "channels spread over time and space without leaving channels-last"
 
     def forward(self: Any, hidden_states: Tensor, causal: bool | None = None) -> Tensor:
         y = self._spread(
@@ -138,7 +138,7 @@ class Upsampler(Adapter):
 
 
 class Decoder(Adapter):
-    """channels-last from the first convolution to the last"""
+    summary = "channels-last from the first convolution to the last"
 
     channels_last = True
     inside = Inside(

@@ -103,7 +103,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Mixer(Adapter):
-    """turnout's convolution and scan in place of those of its module"""
+    summary = "turnout's convolution and scan in place of those of its module"
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -141,8 +141,8 @@ def rebound(forward: Callable[..., Any], *, frozen: bool = False) -> Callable[..
     """A mixer's own forward with FUNCTIONS among its globals, its decorators kept; None where it knows none
     of them.
     """
-    found = Rebinder(lambda name, value: FUNCTIONS.get(name), follow=False, frozen=frozen).rebind(forward)
-    return None if found is None else found.function
+    rebinding = Rebinder(lambda name, value: FUNCTIONS.get(name), follow=False, frozen=frozen).rebind(forward)
+    return None if rebinding is None else rebinding.function
 
 
 def _hooked(parts: Iterable[Any]) -> bool:
@@ -153,7 +153,10 @@ def _hooked(parts: Iterable[Any]) -> bool:
 
 
 class SelectiveMixer(Mixer):
-    """turnout's convolution and scan in place of those of its module; decoding without what lies between them"""  # noqa: E501
+    summary = (
+        "turnout's convolution and scan in place of those of its module; "
+        "decoding without what lies between them"
+    )
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         held = _held(self, *args, **kwargs)
@@ -209,7 +212,7 @@ def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) 
 
 
 class RMSNorm(Adapter):
-    """turnout.rms_norm_silu, and torch's own for a step of decoding"""
+    summary = "turnout.rms_norm_silu, and torch's own for a step of decoding"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight

@@ -1,26 +1,22 @@
-"""One instance takes another route: its class becomes a subclass of itself, and back.
+"""Patch single instances: the class of an instance becomes a subclass of itself, with an adapter's methods.
 
-Nothing else of the instance changes, so `state_dict`, `__dict__`, hooks and devices are what they were,
-`isinstance` still holds, and undoing it is assigning the old class. No class or module is ever written to:
-other instances do not notice. The one exception is where
-the weight of a convolution lies in memory: channels-last while its model runs so, for else every call would
-have to copy it.
+Nothing else of the instance changes: `state_dict`, `__dict__`, hooks and devices stay, `isinstance` still
+holds, and assigning the old class undoes the patch. Classes and Python modules are never written to, so
+other instances are not affected. One thing in memory changes: the weight of a convolution is laid out
+channels-last while its model runs in that format. Otherwise every call would have to copy it.
 
 The bare-child rule
 -------------------
 An adapter is fast because it reads the weights of the modules inside instead of calling them. It may do so
-only where that cannot be
-noticed: where each of them is *bare* (`bare.py`). That is asked at every call, of every adapter, here. Where
-one is not, the stock method runs, which calls them all. So whatever a user does to a part of a model, its
-results are those of the stock model.
+only where nobody can notice: where each of these modules is *bare* (`bare.py`). This is checked here, at
+every call of every adapter. Where a module is not bare, the stock method runs, which calls all of them. So a
+model gives its stock results, whatever a user does to a part of it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import inspect
-import sys
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable
@@ -28,17 +24,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._guards import TracingContext
 
 from turnout.models.bare import Inside, is_bare
+from turnout.models.diffusers_private import show_to_caches
 from turnout.routing import settings
+from turnout.routing.torch_private import TracingContext
 
 is_compiling = torch.compiler.is_compiling
 
 
 class Patch(NamedTuple):
-    """What a patched instance is: its own class, the adapter in front of it, the numerics level its calls are
-    held to, and whether its weight was laid out anew."""
+    """How an instance was patched.
+
+    base: its own class. adapter: the class whose methods come first. numerics: the level of its calls.
+    relaid: whether its weight was laid out channels-last.
+    """
 
     base: type
     adapter: type[Adapter]
@@ -47,17 +47,18 @@ class Patch(NamedTuple):
 
 
 class Adapter:
-    """The methods of an adapter stand before those of the class it is put in front of; `super()` is the stock
-    behaviour.
+    """Methods that override those of one class of a library; `super()` is the stock behaviour.
 
-    `refuses` gives every reason why an instance cannot be patched. `exact` says that the adapter keeps every
-    bit of the stock output as long as the ops it calls do; `channels_last` that all convolutions inside see
-    their input so, and are to have their weights so too. `inside` says which modules inside the adapter calls
-    and which it reads past (None: it has nothing to do with modules inside). Its methods run only while the
-    latter are bare, else those of the stock class do. `splits`: in a distributed model, where it sees a part
-    of each frame, it gathers what it needs by itself.
+    summary: what it makes faster, or which function it routes to, for the report.
+    refuses: yields every reason why an instance cannot be patched.
+    exact: the adapter keeps every bit of the stock output, as long as the ops it calls do.
+    channels_last: all convolutions inside get channels-last inputs, so their weights are laid out so too.
+    inside: which modules inside the adapter calls, and of which it reads the weights without a call. Its
+    methods run only while the latter are bare; otherwise the stock methods run. None: it uses no modules.
+    splits: in a distributed model, where it gets a part of each frame, it gathers what it needs by itself.
     """
 
+    summary = ""
     exact = False
     splits = False
     channels_last = False
@@ -80,7 +81,7 @@ def patched(instance: object) -> Patch | None:
 
 
 def apply(instance: Any, adapter: type, numerics: str | None, *, relay: bool = False) -> None:
-    """Put an adapter in front of the instance's class; `relay` lays out its weight channels-last as well."""
+    """Let an adapter override the methods of an instance; `relay` lays out its weight channels-last too."""
     if relay:
         weight = instance.weight.data
         instance.weight.data = weight.contiguous(memory_format=_LAST[weight.dim()])
@@ -90,11 +91,11 @@ def apply(instance: Any, adapter: type, numerics: str | None, *, relay: bool = F
         put_front(instance, *front)
 
 
-# A front stands before an instance's class whatever adapter it has: what `distribute` puts there.
+# A front overrides the methods of an instance and of its adapter, if it has one: `distribute` uses it.
 
 
 def put_front(instance: Any, behaviour: type, attributes: dict[str, Any]) -> None:
-    """Put the methods of `behaviour`, and class attributes, before all others of an instance."""
+    """Override the methods of an instance with those of `behaviour`, and set class attributes."""
     base = type(instance)
     body = {
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
@@ -104,7 +105,7 @@ def put_front(instance: Any, behaviour: type, attributes: dict[str, Any]) -> Non
 
 
 def take_front(instance: Any) -> tuple[type, dict[str, Any]] | None:
-    """Take what `put_front` put there away, and return it; None where there is none."""
+    """Undo `put_front`, and return its arguments; None where there is no front."""
     front = vars(type(instance)).get("_turnout_front")
     if front is not None:
         instance.__class__ = type(instance).__bases__[1]
@@ -151,7 +152,7 @@ def _without(cls: type) -> type:
 
 
 class ChannelsLast(Adapter):
-    """weight kept channels-last"""
+    summary = "weight kept channels-last"
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -211,7 +212,7 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
             method = _where_bare(adapter.inside, method, stock, of_argument=not issubclass(base, nn.Module))
         body[name] = _seen_as(stock, method)
     cls = _metaclass(base)(base.__name__, (adapter, base), body)
-    _show_to_caches(base, cls)
+    show_to_caches(base, cls)
     return cls
 
 
@@ -278,12 +279,12 @@ def _where_bare(
 
 def _seen_as(stock: Any, method: Any) -> Any:
     """A method with the stock signature: diffusers looks there for what a block or a processor takes."""
-    seen = types.FunctionType(
+    method_like_stock = types.FunctionType(
         method.__code__, method.__globals__, stock.__name__, method.__defaults__, method.__closure__
     )
-    seen.__kwdefaults__, seen.__doc__ = method.__kwdefaults__, stock.__doc__
-    seen.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
-    return seen
+    method_like_stock.__kwdefaults__, method_like_stock.__doc__ = method.__kwdefaults__, stock.__doc__
+    method_like_stock.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
+    return method_like_stock
 
 
 def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -301,19 +302,6 @@ def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
             settings.entered.reset(token)
 
     return run
-
-
-def _show_to_caches(base: type, cls: type) -> None:
-    """diffusers keeps what its caches need to know of a block or a processor by class: a patched one is known
-    as its own class is.
-    """
-    if "diffusers" not in sys.modules or not base.__module__.startswith("diffusers."):
-        return
-    from diffusers.hooks import _helpers as helpers
-
-    for registry in (helpers.TransformerBlockRegistry, helpers.AttentionProcessorRegistry):
-        with contextlib.suppress(ValueError):  # it is not there
-            registry._registry[cls] = registry.get(base)
 
 
 def _reduce(self: Any, protocol: Any) -> Any:

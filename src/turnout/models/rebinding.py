@@ -255,12 +255,12 @@ def _live(scope: dict[str, Any], replaced: Mapping[str, Any], names: Iterable[st
     """The replacements, and for every other name what the module has at that moment."""
     found_in = scope.get("__builtins__", builtins)  # the module or its dict
     every = found_in if isinstance(found_in, dict) else vars(found_in)
-    known = {name: every[name] for name in names if name not in scope and name in every}
+    constants = {name: every[name] for name in names if name not in scope and name in every}
     # Not a function of ours: `__missing__` is then found and called without a step in Python.
     view = type("_Globals", (dict,), {"__missing__": scope.__getitem__})
     # A relative import in the function looks for these, past `__missing__`.
     own = {name: scope[name] for name in ("__name__", "__package__", "__spec__", "__path__") if name in scope}
-    return view({"__builtins__": every, **own, **known, **replaced})
+    return view({"__builtins__": every, **own, **constants, **replaced})
 
 
 def _frozen(scope: dict[str, Any], replaced: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import dataclasses
 import enum
-import re
 import sys
 import threading
 import warnings
@@ -26,13 +25,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from turnout.models import bare, graphs, sdpa
+from turnout.models import graphs, sdpa
+from turnout.models.diffusers_private import active_attention_backend
 from turnout.models.snapshot import PLAIN_TENSORS, ModelSnapshot, remembered_tensors
 from turnout.routing import fallback, settings
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.precision import get_precision
+from turnout.routing.torch_private import (
+    GLOBAL_HOOKS,
+    attention_order,
+    copy_all,
+    in_function_mode,
+    kernel_flags,
+    storage_id,
+    tree_leaves,
+)
 
 MOST_GRAPHS = 8  # of one model; the one that was used least recently goes
 _MOST_SEEN = 256  # calls of one model of which it is known that they came once, or cannot be captured
@@ -43,10 +51,6 @@ _MOST_VALUES = 64  # elements of a tensor on the host whose values tell one call
 
 class Refused(Exception):
     """Why a call is not captured."""
-
-
-_c: Any = torch._C
-_copy_all: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 
 
 # -- arguments ---------------------------------------------------------------------------------------------
@@ -238,13 +242,13 @@ class Buffers:
     def fill(self, given: list[Tensor]) -> None:
         """Copy in the tensors of a call."""
         if given:
-            _copy_all(self._written, self._distinct.of(given))
+            copy_all(self._written, self._distinct.of(given))
 
     def give_back(self, given: list[Tensor], places: list[int]) -> None:
         """Copy out to those tensors of a call that it has written into."""
         if places:
             into = self._distinct.of(given)
-            _copy_all([into[i] for i in places], [self._written[i] for i in places])
+            copy_all([into[i] for i in places], [self._written[i] for i in places])
 
     def versions(self) -> list[int]:
         return [x._version for x in self.tensors]
@@ -260,7 +264,7 @@ class Outputs:
         self.tensors: list[Tensor] = []
         self._given = {id(x): i for i, x in enumerate(given)}
         self._caches = {id(x): i for i, x in enumerate(caches)}
-        self._foreign = weights | {x.untyped_storage()._cdata for x in given}
+        self._foreign = weights | {storage_id(x) for x in given}
         self.spec = self._describe(value)
         self._distinct = Distinct(self.tensors)
         self._written = self._distinct.of(self.tensors)
@@ -275,7 +279,7 @@ class Outputs:
         if cls in PLAIN_TENSORS:
             if value.requires_grad or value.layout is not torch.strided or value.is_conj() or value.is_neg():
                 raise Refused("it returns a tensor that graphs cannot copy")
-            if value.untyped_storage()._cdata in self._foreign:
+            if storage_id(value) in self._foreign:
                 raise Refused("it returns a view of an argument or of a weight")
             self.tensors.append(value)
             return "tensor", len(self.tensors) - 1
@@ -301,7 +305,7 @@ class Outputs:
     def copy_to(self, tensors: list[Tensor]) -> None:
         """Give a caller what is in the tensors."""
         if tensors:
-            _copy_all(self._distinct.of(tensors), self._written)
+            copy_all(self._distinct.of(tensors), self._written)
 
     def handed_out(self, tensors: list[Tensor], call: Arguments) -> Any:
         """The outputs of a call, with these tensors; what it returned of its arguments is the caller's."""
@@ -327,13 +331,6 @@ def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
 
 # -- settings ----------------------------------------------------------------------------------------------
 
-# Words in the names of those flags of torch that may change which kernels a call runs. A newer torch has more
-# of these flags: 2.15 can be told to take FlashAttention 4. TF32 is left to `get_precision`: it never raises.
-_WORDS = re.compile(
-    r"_get_(?!.*tf32).*(enabled|allow|prefer|benchmark|deterministic|native_aot|carveout|immediate|depthwise)"
-)
-_flags: list[Callable[[], Any]] = [getattr(_c, name) for name in dir(_c) if _WORDS.match(name)]
-
 
 def _settings(device: torch.device) -> tuple:
     """Whatever torch, turnout and diffusers are set to that may change what a call runs."""
@@ -346,35 +343,30 @@ def _settings(device: torch.device) -> tuple:
         autocast,
         torch.get_default_dtype(),
         F.scaled_dot_product_attention,
-        tuple(sdpa._priority()),
+        tuple(attention_order()),
         get_precision("cuda", "matmul"),
         get_precision("cuda", "conv"),
         get_precision("mkldnn", "matmul"),
         get_precision("mkldnn", "conv"),
         torch.get_num_threads() if kind == "cpu" else 0,
-        _attention_backend(),
+        active_attention_backend(),
         _default_device(),
-        *[flag() for flag in _flags],
+        *[flag() for flag in kernel_flags],
     )
 
 
-def _attention_backend() -> Any:
-    module = sys.modules.get("diffusers.models.attention_dispatch")
-    return None if module is None else module._AttentionBackendRegistry.get_active_backend()[0]
-
-
 def _default_device() -> Any:
-    return torch.get_default_device() if torch._C._is_torch_function_mode_enabled() else None
+    return torch.get_default_device() if in_function_mode() else None
 
 
 def rewritten() -> str | None:
     """Who else wants to see what a call runs, op by op."""
-    reason = fallback._rewriting()
+    reason = fallback.rewriting()
     if reason is not None:
         return reason
-    if torch._C._is_torch_function_mode_enabled() and sdpa._has_foreign_function_mode():
+    if in_function_mode() and sdpa.has_foreign_function_mode():
         return "a TorchFunctionMode is active"
-    return "global hooks on modules" if any(bare._GLOBAL_HOOKS) else None
+    return "global hooks on modules" if any(GLOBAL_HOOKS) else None
 
 
 def _random_states(device: torch.device) -> list[Any]:

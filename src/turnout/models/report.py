@@ -43,8 +43,8 @@ class Report:
     notes: list[str] = field(default_factory=list)  # what else there is to know of the model
     graphs: dict[str, Any] = field(
         default_factory=dict
-    )  # path to what became of its calls, where graphs were asked for
-    first_calls: dict[str, Any] = field(default_factory=dict)  # path to what became of calls that compile
+    )  # a model's path to the counts of its calls, with graph=True
+    first_calls: dict[str, Any] = field(default_factory=dict)  # a model's path to its calls that compile
 
     @property
     def patched(self) -> list[Entry]:
@@ -84,7 +84,7 @@ class Report:
         yield from (f"{path or 'model'}: {message}" for path, message in self.models.items())
 
     def _graphs(self, most: int) -> Iterator[str]:
-        """What became of the calls of models whose graphs are replayed, up to now."""
+        """How many calls of models with graphs were captured, replayed or neither, up to now, and why."""
         for path, replays in self.graphs.items():
             yield from (
                 f"  graph of {path or 'model'}: {line}" for line in itertools.islice(replays.lines(), most)

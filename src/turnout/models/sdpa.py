@@ -2,11 +2,11 @@
 
 A call is torch's, with the very same arguments, wherever `turnout.attention` cannot take it (masks of another
 dtype, k and v that broadcast, dropout, other than four dimensions, tensor subclasses), wherever no route
-beats torch, and wherever somebody else has decided: a `sdpa_kernel` context or another change of the backends
-that torch may use, a function that was put in the place of torch's, a `TorchFunctionMode`. So are its errors.
+beats torch, and wherever the user has decided: by a `sdpa_kernel` context or another change of the backends
+that torch may use, by another function in place of torch's, by a `TorchFunctionMode`. Errors are torch's too.
 
-What a call becomes follows from its shapes, strides, dtypes and settings, and is remembered under them: a
-call that ends in torch's kernel costs the host one look-up more, about 2 us (2-core Xeon at 2.8 GHz).
+The decision follows from shapes, strides, dtypes and settings, and is cached by them: a call that torch's
+kernel takes costs one look-up more, about 2 us of host time (2-core Xeon at 2.8 GHz).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import collections
 import contextlib
 import enum
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -23,18 +22,26 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._device import DeviceContext
 
 from turnout import ops
 from turnout.launch.pretended import Pretended
 from turnout.ops.attention import ATTENTION, Attention, arguments, padding
-from turnout.routing import choose, settings
+from turnout.routing import choose, settings, torch_private
 from turnout.routing.device import Device, is_planning
+from turnout.routing.entry import raise_if_interrupted
 from turnout.routing.fallback import PLAIN_TENSORS, autocasting, autocasts, blocked, tracing_state
-from turnout.routing.op import _raise_if_interrupted as raise_if_interrupted  # pyright: ignore[reportPrivateUsage]
+from turnout.routing.torch_private import (
+    attention_flags,
+    attention_order,
+    attention_replacements,
+    count_function_modes,
+    function_mode_at,
+    in_function_mode,
+    is_default_device,
+)
 
 # torch's own function, also where somebody has put another one into torch.nn.functional.
-STOCK: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # pyright: ignore[reportAttributeAccessIssue]
+STOCK = torch_private.scaled_dot_product_attention
 
 # Seconds. Reading a mask's values on a CPU takes the host 60 us; torch's own call must take 16 times as long.
 _WORTH_READING = 1e-3
@@ -47,7 +54,7 @@ _op_call = ATTENTION.call
 
 
 class _Choice(enum.Enum):
-    """What a call becomes, where it is not a function to run."""
+    """The decision about a call, where it is not a function to run."""
 
     UNSEEN = enum.auto()
     TORCH = enum.auto()  # the op cannot take it
@@ -57,13 +64,13 @@ class _Choice(enum.Enum):
 
 UNSEEN, TORCH, REFERENCE, READ_MASK = _Choice
 
-# What calls have become is kept among what the op remembers, and forgotten with it.
+# Decisions are kept in the op's dispatch cache, and dropped with it.
 _cache: dict[Any, Any] = ATTENTION.dispatch_cache
 _keys: collections.deque[tuple] = collections.deque()  # of ours, the oldest first
 
 
 class _Call(NamedTuple):
-    """The arguments of a call by name, its cache key, and what it becomes."""
+    """The arguments of a call by name, its cache key, and the decision about it."""
 
     choice: Any
     key: tuple
@@ -114,10 +121,9 @@ def answering(answer: Answer) -> Iterator[None]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention as adapters call it, q, k, v `[B, H, S, D]`: where torch would have stood, with the same
-    freedoms.
+    """Attention as adapters call it, in place of torch's function: q, k, v `[B, H, S, D]`.
 
-    While a graph is traced it is `turnout.attention`, which then chooses when the graph runs.
+    While a graph is traced, this is `turnout.attention`, which chooses a route when the graph runs.
 
     >>> import torch
     >>> q = torch.ones(1, 2, 3, 8, dtype=torch.bfloat16)
@@ -138,7 +144,7 @@ def _look_up(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> _Call | None:  # fmt: skip
-    """The call with what is remembered of such calls; None where it is torch's."""
+    """The call with the cached decision about calls like it; None where torch takes it."""
     # Autocast, and the dtypes of key and value, are asked about when the call may take a route.
     device = query.get_device()
     cache_key = (
@@ -167,7 +173,7 @@ entered, remembered, threads, grad_enabled = (
 
 
 def _routed(call: _Call) -> Tensor | None:
-    """What the op makes of a call; None where it is torch's."""
+    """The output of the op for a call; None where torch takes the call."""
     if not _is_ours(call):
         return None
     q, k, v, mask = call.query, call.key_states, call.value, call.mask
@@ -209,13 +215,12 @@ def _scale(call: _Call) -> float:
 
 
 def _is_ours(call: _Call) -> bool:
-    """Whether this call is to be decided here. Asked of every call that may take a route; looks at what the
-    cache key does not say."""
+    """Whether a route may take this call: checks what the cache key does not hold."""
     if F.scaled_dot_product_attention is not STOCK or not _all_backends_allowed():
         return False
     if tracing_state() is not None:
         return False
-    if torch._C._is_torch_function_mode_enabled() and _has_foreign_function_mode():
+    if in_function_mode() and has_foreign_function_mode():
         return False
     # 1 and True are one fact, and two things to torch.
     if type(call.is_causal) is not bool or type(call.enable_gqa) is not bool:
@@ -230,33 +235,22 @@ def _is_ours(call: _Call) -> bool:
     return all(type(x) in PLAIN_TENSORS for x in tensors)
 
 
-def _has_foreign_function_mode() -> bool:
-    """Whether a mode is entered that may want to see the call. Not a default device: attention makes no
-    tensors. Nor what plans a call: it wants to see ours."""
-    count = torch._C._len_torch_function_stack()  # pyright: ignore[reportAttributeAccessIssue]
-    modes = (torch._C._get_function_stack_at(i) for i in range(count))  # pyright: ignore[reportAttributeAccessIssue]
-    return not all(isinstance(mode, DeviceContext | Pretended) for mode in modes)
+def has_foreign_function_mode() -> bool:
+    """Whether a function mode is active that may want to see torch's call.
+
+    A default device does not count, as attention creates no tensors, nor does the mode that plans calls.
+    """
+    modes = map(function_mode_at, range(count_function_modes()))
+    return not all(isinstance(mode, Pretended) or is_default_device(mode) for mode in modes)
 
 
-def _flag(name: str) -> Callable[[], bool]:
-    """Asks whether torch may use a backend of attention; it may where this torch has no such flag."""
-    return getattr(torch._C, f"_get_{name}_sdp_enabled", lambda: True)
-
-
-_flash, _efficient, _math, _cudnn, _overrideable = map(
-    _flag, ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-)
-# Asks whether FlashAttention 3, 4 and so on was put in the place of torch's own: torch 2.15 knows these two.
-_replacements: list[Callable[[], bool]] = [
-    getattr(torch._C, name) for name in dir(torch._C) if re.fullmatch(r"_get_fa\d+_sdp_enabled", name)
-]
-_priority: Callable[[], list[int]] = getattr(torch._C, "_get_sdp_priority_order", list)
+_flash, _efficient, _math, _cudnn, _overrideable = attention_flags
 
 
 def _orders() -> list[list[int]]:
     """The orders in which torch itself tries its backends: the one it starts with, and cuDNN first, which it
     takes at the first call on a card that likes that better."""
-    first, cudnn = _priority(), 3
+    first, cudnn = attention_order(), 3
     return [first, [cudnn, *(backend for backend in first if backend != cudnn)]]
 
 
@@ -273,10 +267,10 @@ def _all_backends_allowed() -> bool:
     False
     """
     enabled = _flash() and _efficient() and _math() and _cudnn() and _overrideable()
-    for is_in_use in _replacements:
+    for is_in_use in attention_replacements:
         if is_in_use():
             return False
-    return enabled and _priority() in _ORDERS
+    return enabled and attention_order() in _ORDERS
 
 
 def _remember(key: tuple, choice: Any) -> Any:
@@ -291,7 +285,7 @@ def _remember(key: tuple, choice: Any) -> Any:
 
 
 def _dispatch_uncached(call: _Call, key: tuple) -> Any:
-    """Decide about a call that looks like none before."""
+    """Decide about a call whose key is not in the cache."""
     q, k, v, mask = call.query, call.key_states, call.value, call.mask
     tensors = (q, k, v) if mask is None else (q, k, v, mask)
     if any(x.device.type not in ("cpu", "cuda") for x in tensors) or blocked(tensors, False) is not None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnout.routing.torch_private import storage_id, version_of_dict
+
 _version, _is_training = attrgetter("_version"), attrgetter("training")
 _everything = itertools.chain.from_iterable
 PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)  # others, made of several, have no address
@@ -177,7 +179,7 @@ class ModelSnapshot:
 
     def storages(self) -> set[int]:
         """The memory of the weights, and of other tensors of the model."""
-        return {x.untyped_storage()._cdata for x in self.with_address}
+        return {storage_id(x) for x in self.with_address}
 
     def wants_gradients(self) -> bool:
         """Whether any parameter does; asked only where gradients are enabled."""
@@ -275,17 +277,17 @@ class _Dicts:
 def _version_of_dicts() -> Callable[[dict], int] | None:
     """A number of a dictionary that is another one once it was written to; None where this torch or this
     Python has none."""
+    if version_of_dict is None:
+        return None
     try:
-        from torch._C._dynamo.guards import dict_version  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-
         probe: dict[str, object] = {"a": 1}
-        seen = [dict_version(probe), dict_version(probe)]
+        seen = [version_of_dict(probe), version_of_dict(probe)]
         for change in (lambda: probe.update(a=2), lambda: probe.update(b=3), lambda: probe.pop("a")):
             change()
-            seen.append(dict_version(probe))
-    except (ImportError, RuntimeError, TypeError):
+            seen.append(version_of_dict(probe))
+    except (RuntimeError, TypeError):
         return None
-    return dict_version if seen[0] == seen[1] and len(set(seen)) == len(seen) - 1 else None
+    return version_of_dict if seen[0] == seen[1] and len(set(seen)) == len(seen) - 1 else None
 
 
 class _State:

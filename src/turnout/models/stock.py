@@ -31,9 +31,9 @@ TABLE = Path(__file__).with_name("fingerprints.json")
 
 def unlike_stock(cls: type, key: str, adapter: type[Adapter]) -> Iterator[str]:
     """Why an adapter of the class named `key` does not fit `cls`: that class, or one derived from it."""
-    known = _table().get(key, {})
+    releases_by_fingerprint = _table().get(key, {})
     current = fingerprint(cls, adapter)
-    if current in known:
+    if current in releases_by_fingerprint:
         return
     library = key.partition(".")[0]
     if current is None:
@@ -44,7 +44,7 @@ def unlike_stock(cls: type, key: str, adapter: type[Adapter]) -> Iterator[str]:
     elif f"{cls.__module__}.{cls.__qualname__}" != key:
         yield f"its class has code of its own where this adapter replaces that of {key.rpartition('.')[2]}"
     else:
-        releases = ", ".join(sorted({name for names in known.values() for name in names}))
+        releases = ", ".join(sorted({name for names in releases_by_fingerprint.values() for name in names}))
         yield (
             f"its code in {library} {_version(library)} is not that of the releases "
             f"this adapter was written for ({releases or 'none'})"
@@ -138,7 +138,7 @@ def _version(library: str) -> str:
         return "without a version"
 
 
-def add_installed(known: dict[str, type[Adapter]], keys: Iterable[str]) -> int:
+def add_installed(releases_by_fingerprint: dict[str, type[Adapter]], keys: Iterable[str]) -> int:
     """Add the fingerprints of these classes, as they are installed here, to the table; how many are new."""
     table, new = json.loads(TABLE.read_text()) if TABLE.exists() else {}, 0
     for key in sorted(keys):
@@ -147,7 +147,7 @@ def add_installed(known: dict[str, type[Adapter]], keys: Iterable[str]) -> int:
             cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             continue  # this release has no such model
-        current = fingerprint(cls, known[key])
+        current = fingerprint(cls, releases_by_fingerprint[key])
         releases = table.setdefault(key, {}).setdefault(current, [])
         release = f"{key.partition('.')[0]} {_version(key.partition('.')[0])}"
         if release not in releases:

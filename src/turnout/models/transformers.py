@@ -1,6 +1,6 @@
-"""Which adapter stands before which class of transformers.
+"""Which adapter overrides which class of transformers.
 
-Names only: transformers itself is imported by whoever made the model.
+Names only: transformers is not imported here; whoever has a model of it has imported it.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class _Layers(NamedTuple):
 
 
 class TransformerBlock(Adapter):
-    """its layers called without their modules"""
+    summary = "its layers called without their modules"
 
     exact = True
     inside = _INSIDE
@@ -144,8 +144,8 @@ def _attended(attention: Any, x: Tensor, context: Tensor | None, mask: Tensor | 
     heads = attn.heads
     shape = (batch, -1, heads, channels // heads)
     q, k, v = q.view(shape).transpose(1, 2), k.view(shape).transpose(1, 2), v.view(shape).transpose(1, 2)
-    found = attend(q, k, v).transpose(1, 2).reshape(batch, -1, shape[2] * shape[3])
-    return F.linear(found if found.dtype is q.dtype else found.to(q.dtype), weight, bias)
+    attended = attend(q, k, v).transpose(1, 2).reshape(batch, -1, shape[2] * shape[3])
+    return F.linear(attended if attended.dtype is q.dtype else attended.to(q.dtype), weight, bias)
 
 
 def _fed_forward(layers: Any, x: Tensor) -> Tensor:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from turnout import ops
-from turnout.routing.fallback import functorch_level
 from turnout.routing.settings import splitting
+from turnout.routing.torch_private import functorch_level, in_forward_ad
 
 # Writes its result into the tensor it is given, or returns it where that is None.
 Fill = Callable[["Tensor | None"], Tensor]
@@ -24,7 +23,7 @@ def may_write(*tensors: Tensor) -> bool:
     """Whether tensors may be written in place: no derivative is wanted, no graph is traced, nothing of
     torch.func is under way.
     """
-    if torch.compiler.is_compiling() or functorch_level() is not None or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or functorch_level() is not None or in_forward_ad():
         return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 

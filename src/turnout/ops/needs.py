@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import torch
 
-from turnout.launch.support import COMPILED, gluon_problem
 from turnout.routing.device import Device
 
 HALF_AND_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,6 +33,8 @@ def needs_hopper(device: Device) -> Iterator[str]:
     if (device.backend, device.capability) != ("cuda", HOPPER):
         yield f"device {device.name}, this route needs compute capability {HOPPER[0]}.{HOPPER[1]}"
         return
+    from turnout.launch.support import COMPILED, gluon_problem
+
     problem = gluon_problem(device)
     if problem is not None:
         yield f"{problem}, this route needs a Triton that does, such as {'.'.join(map(str, COMPILED[-1]))}"

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from turnout.parallel.failures import RankFailed
+from turnout.routing.torch_private import default_store
 
 PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _POLL = 0.5  # seconds between looks at whether another rank has failed, while its answer is waited for
@@ -47,9 +48,7 @@ class Dist:
         self._said = 0
         _made += 1
         members = "-".join(map(str, dist.get_process_group_ranks(self.group)))
-        # `_get_default_store` is private; a store of our own would need an address that all ranks know
-        store = dist.distributed_c10d._get_default_store()
-        self._store: Any = PrefixStore(f"turnout/{members}/{_made}", store)
+        self._store: Any = PrefixStore(f"turnout/{members}/{_made}", default_store())
         self._failed_key = "failed/0"
         self._failures = 0
 

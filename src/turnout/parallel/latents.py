@@ -26,6 +26,7 @@ from turnout.parallel.norms import NORMS
 from turnout.parallel.split import Split, Way
 from turnout.routing import settings
 from turnout.routing.op import Op
+from turnout.routing.torch_private import without_function_modes
 
 _FRAMES = ("input", "x", "out", "residual", "scale", "shift")  # arguments with the frames of all calls
 
@@ -85,7 +86,7 @@ class Together(Split):
             way.is_known and way.in_frames is not None and frames % way.in_frames == 0 for _, way in ways
         )
         if is_known and written is None:  # may never be computed apart
-            with torch._C.DisableTorchFunction():  # the reference may call what a rank's mode takes over
+            with without_function_modes():  # the reference may call what a rank's mode takes over
                 self.returned[kind] = op.reference(*map(_meta, calls[0])).stride()
         return kind, Way(first.part, apart, is_known, first.written)
 

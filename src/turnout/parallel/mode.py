@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from turnout.parallel.split import Split
-from turnout.routing import settings
+from turnout.routing import settings, torch_private
+from turnout.routing.torch_private import without_function_modes
 
 _CONVOLUTIONS = {torch.conv2d, torch.conv3d, F.conv2d, F.conv3d}
 _NORMS = {torch.group_norm, F.group_norm}
-_PADS = {F.pad, torch._C._nn.pad}  # pyright: ignore[reportAttributeAccessIssue]
+_PADS = {F.pad, torch_private.pad}
 _MEANS = {torch.mean, Tensor.mean}
 _SHAPES = {
     Tensor.permute,
@@ -76,7 +77,7 @@ class SplitMode(TorchFunctionMode):
         if func in _CONVOLUTIONS:
             return self.split.torch_convolution(func, *args, **kwargs)
         if func in _PADS:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 return self.split.pad(F.pad, *_bound(args, kwargs))
         if func in _NORMS:
             return self.split.everywhere(func, *args, **kwargs)
@@ -101,7 +102,7 @@ class SplitMode(TorchFunctionMode):
         """SiLU on a CPU: of the last few elements torch takes another exponential than of the others, and
         which are the last is known of the whole only."""
         y = self.split.everywhere(F.silu, x)
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             return x.copy_(y) if inplace else y
 
     def _averaged(self, x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor:

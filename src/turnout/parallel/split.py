@@ -32,7 +32,9 @@ from turnout.routing import settings
 from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
 from turnout.routing.fallback import blocked
-from turnout.routing.op import UNKNOWN, Grain, Op
+from turnout.routing.op import Op
+from turnout.routing.route import UNKNOWN, Grain
+from turnout.routing.torch_private import without_function_modes
 
 CONVOLUTIONS = ("conv2d", "conv3d", "causal_conv3d")
 POINTWISE = ("rms_norm_silu", "rms_norm_silu_into")  # every pixel by itself
@@ -177,7 +179,7 @@ class Split:
     def everywhere(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`function` of the whole x on every rank, and of what it returns this rank's part."""
         self.counts["whole"] += 1
-        with torch._C.DisableTorchFunction(), self.plainly():
+        with without_function_modes(), self.plainly():
             return self._own(function(self._whole(x), *args, **kwargs))
 
     def attention(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +187,7 @@ class Split:
         computed.
         """
         self.counts["whole"] += 1
-        with torch._C.DisableTorchFunction(), self.plainly():
+        with without_function_modes(), self.plainly():
             whole = self._whole(x)
             with self.queries.of_frames(*whole.shape[-2:]):
                 return self._own(function(whole, *args, **kwargs))
@@ -250,7 +252,7 @@ class Split:
         kind, (part, whole, *_) = way
 
         def run(*args: Any) -> Any:
-            with torch._C.DisableTorchFunction():
+            with without_function_modes():
                 runs_whole = self.runs_whole.get(kind)
                 if runs_whole is None:
                     return self._first(name, kind, way[1], args)

@@ -9,7 +9,8 @@ import torch
 from turnout.launch.ahead import Spec, specs_of
 from turnout.launch.pretended import PRETENDED, NeedsValuesError
 from turnout.models.accelerate import accelerate
-from turnout.race.models import Racer, Settings, check_size, racer_named, size_named
+from turnout.race.models import check_size, racer_named, size_named
+from turnout.race.racer import Racer, Settings
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
 from turnout.warming.planning import planning

@@ -23,7 +23,8 @@ from turnout.measure.machine import cores, machine, now
 from turnout.measure.timer import time_call
 from turnout.models.accelerate import accelerate
 from turnout.race.ahead import numbers_of, sized
-from turnout.race.models import Racer, Settings, check_size, racer_named
+from turnout.race.models import check_size, racer_named
+from turnout.race.racer import Racer, Settings
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named
 

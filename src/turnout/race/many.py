@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from turnout.bench.sweep import keep_row, rows_of_this_code
-from turnout.race.models import Racer, check_weights, racer_named, size_named
+from turnout.race.models import check_weights, racer_named, size_named
+from turnout.race.racer import Racer
 from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Race, race
 from turnout.routing.device import Device
 from turnout.routing.names import dtype_named

@@ -23,7 +23,8 @@ from turnout.measure.machine import machine, now
 from turnout.models.accelerate import accelerate, restore
 from turnout.parallel import Fake, Lockstep, distribute
 from turnout.race.ahead import numbers_of, sized
-from turnout.race.models import Settings, check_size, racer_named
+from turnout.race.models import check_size, racer_named
+from turnout.race.racer import Settings
 from turnout.routing.names import dtype_named
 
 ENGINES = ("fake", "lockstep")

@@ -28,7 +28,8 @@ from turnout.measure.machine import machine, now
 from turnout.measure.timer import time_call
 from turnout.models.accelerate import Report, accelerate, restore
 from turnout.race.kernels import Share, Trace, traced
-from turnout.race.models import RACERS, Racer
+from turnout.race.models import RACERS
+from turnout.race.racer import Racer
 from turnout.routing import versions
 
 SHORT_MS = 200.0  # a shorter call is slowed down by the lane's change, so another call is made before it

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from turnout.routing.torch_private import FakeTensorMode
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op

@@ -15,7 +15,8 @@ from turnout.routing.device import Device
 from turnout.routing.settings import LEVELS
 
 if TYPE_CHECKING:
-    from turnout.routing.op import Op, Route
+    from turnout.routing.op import Op
+    from turnout.routing.route import Route
     from turnout.routing.table import Measurement
 
 REFERENCE = "reference"

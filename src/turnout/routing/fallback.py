@@ -8,25 +8,26 @@ example.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from turnout.routing.device import is_planning
+from turnout.routing.torch_private import (
+    FakeTensor,
+    autocasting,
+    count_dispatch_modes,
+    current_dispatch_mode,
+    functorch_level,
+    functorch_levels,
+    in_forward_ad,
+    tracing_state,
+)
 
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-
-_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-functorch_level: Callable[[], Any] = _functorch.peek_interpreter_stack
-count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-autocasting: Callable[[], bool] = torch._C._is_any_autocast_enabled
-tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 
 
 def autocasts(kind: str) -> bool:
@@ -53,9 +54,9 @@ def blocked(args: Sequence[Any], minds_autocast: bool) -> Blocked | None:
 
     minds_autocast: under autocast this op is torch's alone.
     """
-    rewriting = _rewriting()
-    if rewriting is not None:
-        return Blocked(f"{rewriting}, routes need a plain eager call", False)
+    transform = rewriting()
+    if transform is not None:
+        return Blocked(f"{transform}, routes need a plain eager call", False)
     tensors = [x for x in args if isinstance(x, Tensor)]
     for x in tensors:
         if isinstance(x, FakeTensor):
@@ -72,15 +73,15 @@ def blocked(args: Sequence[Any], minds_autocast: bool) -> Blocked | None:
     return None
 
 
-def _rewriting() -> str | None:
+def rewriting() -> str | None:
     """The transform, mode or trace that rewrites the running program, in words; None if there is none."""
     level = functorch_level()
     if level is not None:
         return f"a torch.func transform ({str(level.key()).rpartition('.')[2].lower()})"
-    if forward_ad._current_level >= 0:
+    if in_forward_ad():
         return "forward-mode differentiation"
-    if count_modes():
-        return f"dispatch mode {type(_get_current_dispatch_mode()).__name__}"
+    if count_dispatch_modes():
+        return f"dispatch mode {type(current_dispatch_mode()).__name__}"
     if tracing_state() is not None:
         return "torch.jit.trace"
     return None
@@ -94,7 +95,7 @@ def can_read_values(tensor: Tensor) -> bool:
         and not (tensor.is_meta and is_planning())
         and not torch.compiler.is_compiling()
         and not _hidden.get()
-        and _rewriting() is None
+        and rewriting() is None
     )
 
 
@@ -130,11 +131,11 @@ def needs_any_derivative() -> bool:
 
     torch's fused kernels, such as those of attention, have neither.
     """
-    if forward_ad._current_level >= 0 or _derivative_of_backward.get():
+    if in_forward_ad() or _derivative_of_backward.get():
         return True
     if functorch_level() is None:
         return False
-    levels = [str(level.key()).rpartition(".")[2] for level in _functorch.get_interpreter_stack()]
+    levels = [str(level.key()).rpartition(".")[2] for level in functorch_levels()]
     return "Jvp" in levels or levels.count("Grad") > 1
 
 

@@ -13,9 +13,13 @@ from math import prod
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from turnout.routing.precision import strict_float32
+from turnout.routing.torch_private import (
+    cpu_multiplies_bfloat16,
+    cpu_multiplies_float16,
+    without_dispatch_modes,
+    without_function_modes,
+)
 
 _TRIED = (1, 32, 4, 8, 8), (8, 32, 3, 3, 3)  # input [N, C, D, H, W] and weight [F, C, KD, KH, KW] to try
 
@@ -53,8 +57,8 @@ def one_dnn_dtypes() -> frozenset[torch.dtype]:
 def native_halves() -> frozenset[torch.dtype]:
     """The half-precision dtypes that this CPU has multiplication instructions for."""
     native = {
-        torch.bfloat16: torch.cpu._is_avx512_bf16_supported(),
-        torch.float16: torch.cpu._is_amx_fp16_supported(),
+        torch.bfloat16: cpu_multiplies_bfloat16(),
+        torch.float16: cpu_multiplies_float16(),
     }
     return frozenset(dtype for dtype, has_instructions in native.items() if has_instructions)
 
@@ -72,12 +76,14 @@ def loop_adds_carefully() -> bool:
     The loop is a matrix product, for which MKL adds up in shorter parts on an AMD Zen 4 (oneDNN has 1.6 times
     its error there) than on an Intel.
     """
+    from turnout.routing.precision import strict_float32
+
     if not torch.backends.mkldnn.is_available():
         return False
     strict = strict_float32(("mkldnn", "conv"), ("mkldnn", "matmul"))
     # A mode of the caller may rewrite calls, as that of a split model does.
-    no_modes = torch._C.DisableTorchFunction()
-    with no_modes, _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
+    no_modes = without_function_modes()
+    with no_modes, without_dispatch_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), strict:
         x, weight = (
             torch.sin(torch.arange(prod(shape), dtype=torch.float64, device="cpu").square()).view(shape)
             for shape in _TRIED

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-import torch
+from turnout.routing.torch_private import key_set, recording_key, without_dispatch_keys
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_RECORDING = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_RECORDING: Any = None  # the set of keys, made when it is first needed
 
 
 def views_unrecorded() -> AbstractContextManager[Any]:
@@ -24,7 +24,10 @@ def views_unrecorded() -> AbstractContextManager[Any]:
 
     For calls that record no gradients, or whose gradients are recorded outside of the block.
     """
-    return torch._C._ExcludeDispatchKeyGuard(_RECORDING)
+    global _RECORDING
+    if _RECORDING is None:
+        _RECORDING = key_set(recording_key)
+    return without_dispatch_keys(_RECORDING)
 
 
 def returns_own(run: F) -> F:

@@ -8,20 +8,13 @@ raise where a newer setting has no older equivalent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
-import torch
+from turnout.routing.torch_private import get_precision, set_precision
 
 Backend = Literal["cuda", "mkldnn"]
 Kind = Literal["conv", "matmul"]
-
-_c: Any = torch._C
-
-# The setting in force for a kind of op, its own or an inherited one: "ieee", "tf32", "bf16", or "none", which
-# means ieee.
-get_precision: Callable[[str, str], str] = _c._get_fp32_precision_getter
-_set: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
 
 @contextlib.contextmanager
@@ -34,11 +27,11 @@ def strict_float32(*places: tuple[Backend, Kind]) -> Iterator[None]:
     """
     before = {place: get_precision(*place) for place in places}
     for place in places:
-        _set(*place, "ieee")
+        set_precision(*place, "ieee")
     try:
         yield
     finally:
         for place, precision in before.items():
-            _set(*place, "none")  # what was inherited is inherited again
+            set_precision(*place, "none")  # what was inherited is inherited again
             if get_precision(*place) != precision:
-                _set(*place, precision)
+                set_precision(*place, precision)

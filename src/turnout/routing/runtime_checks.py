@@ -16,17 +16,24 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from turnout.routing.fallback import PLAIN_TENSORS, autocasting, count_modes, functorch_level
+from turnout.routing.fallback import PLAIN_TENSORS
 from turnout.routing.mutation import WriteChecks
+from turnout.routing.torch_private import (
+    IN_FORWARD_AD,
+    autocasting,
+    count_dispatch_modes,
+    functorch_level,
+    increment_version,
+)
 
 _KNOWN: dict[str, Any] = {
     "plain": PLAIN_TENSORS,
     "functorch_level": functorch_level,
-    "count_modes": count_modes,
+    "count_modes": count_dispatch_modes,
     "forward_ad": forward_ad,
     "autocasting": autocasting,
     "in_inference_mode": torch.is_inference_mode_enabled,
-    "increment_version": torch._C._increment_version,  # pyright: ignore[reportAttributeAccessIssue]
+    "increment_version": increment_version,
 }
 
 
@@ -97,7 +104,7 @@ def _maker(form: Form) -> Callable[..., Callable[..., Any]]:
     source = f"""
 def make(run, reference, left_to_torch, failed, device, overlap, {extents}):
     def {form.op}({arguments}):
-        if functorch_level() is not None or count_modes() or forward_ad._current_level >= 0{autocast}:
+        if functorch_level() is not None or count_modes() or {IN_FORWARD_AD}{autocast}:
             return left_to_torch({arguments})
         if {" or ".join(left.format(x=names[i]) for i in form.tensors)}:
             return left_to_torch({arguments})

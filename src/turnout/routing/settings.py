@@ -11,6 +11,7 @@ from typing import Any
 
 from turnout.routing.forks import lock_across_forks
 from turnout.routing.names import not_known, one_of
+from turnout.routing.torch_private import constant_in_graphs
 
 LEVELS = ("exact", "close", "lossy")
 
@@ -105,14 +106,11 @@ def _changed(now: Settings, pins: Mapping[str, str], numerics: str) -> Settings:
     return now.with_choices(pins, numerics) if isinstance(now, Split) else _settings(pins, numerics)
 
 
+@constant_in_graphs  # nobody compiles a split model from outside
 def splitting() -> Any:
     """The plan of the split model that runs in this thread; None outside of one."""
     now = entered.get()
     return now.plan if isinstance(now, Split) else None
-
-
-# Nobody compiles a split model from outside, so a traced graph may keep the answer from when it was traced.
-splitting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def plainly(now: Split) -> contextlib.AbstractContextManager[None]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from turnout.ops.layouts import in_format_of
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class AddRepeated(NamedTuple):

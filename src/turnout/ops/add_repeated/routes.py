@@ -15,7 +15,7 @@ from turnout.ops.add_repeated.launches import launch_of
 from turnout.ops.integers import power_of_two
 from turnout.ops.layouts import VECTOR_BYTES
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 MOST_REPEATS = 16  # a program holds them all in registers
 THREADS = 128

@@ -16,8 +16,9 @@ from turnout.ops.attention import costs, padding
 from turnout.ops.layouts import with_strides
 from turnout.routing.choose import plain
 from turnout.routing.fallback import needs_any_derivative
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class Attention(NamedTuple):
@@ -54,7 +55,7 @@ class Attention(NamedTuple):
         if mask is not None:
             over_keys = padding.key_mask(mask, q.shape[0], k.shape[2]) is not None
             kind = "keys" if over_keys else "bool" if mask.dtype is torch.bool else "float"
-        known = "host" if lengths else None if kv_lengths is None else "device"
+        lengths_on = "host" if lengths else None if kv_lengths is None else "device"
         keys = max(1, k.shape[2])
         share = 100 * sum(lengths) // (q.shape[0] * keys) if lengths else 100
         common = 100 * padding.Common.of(lengths, k.shape[2]).size // keys if lengths else 100
@@ -72,7 +73,7 @@ class Attention(NamedTuple):
             strides,
             causal,
             kind,
-            known,
+            lengths_on,
             share,
             common,
         )
@@ -191,16 +192,16 @@ def _attend(
 ) -> Tensor:
     """Queries from `first` on against all keys."""
     if causal and (mask is not None or first):
-        seen = (
+        causal_mask = (
             torch.arange(k.shape[2], device=q.device)
             <= torch.arange(first, first + q.shape[2], device=q.device)[:, None]
         )
         mask = (
-            seen
+            causal_mask
             if mask is None
-            else mask & seen
+            else mask & causal_mask
             if mask.dtype is torch.bool
-            else mask.masked_fill(~seen, float("-inf"))
+            else mask.masked_fill(~causal_mask, float("-inf"))
         )
     if mask is not None and q.dtype is torch.float64:
         return _with_care(q, k, v, mask, scale)

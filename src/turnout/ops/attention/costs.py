@@ -23,8 +23,8 @@ def flops(problem: Attention) -> int:
     scores = problem.batch * problem.heads * problem.rows * problem.keys * problem.share // 100
     if problem.causal:  # a triangle, and what is below it
         side = min(problem.rows, problem.keys)
-        seen = side * (side + 1) // 2 + max(0, problem.rows - problem.keys) * problem.keys
-        scores = scores * seen // max(1, problem.rows * problem.keys)
+        pairs = side * (side + 1) // 2 + max(0, problem.rows - problem.keys) * problem.keys
+        scores = scores * pairs // max(1, problem.rows * problem.keys)
     return 2 * scores * (problem.dim + problem.dim_v)
 
 

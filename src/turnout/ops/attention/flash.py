@@ -14,7 +14,7 @@ from turnout.ops.attention.launches import KEYS, QUERIES, plan_flash, plan_wide_
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.routing.configured import configured
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 LONGEST = 2**30 - 2**16  # positions are counted in 32 bits; offsets have 64
 WIDE = range(257, 513)

@@ -16,7 +16,7 @@ from turnout.ops.attention.flash import tile_bytes
 from turnout.ops.attention.launches import empty_like_queries, run_flash, take_turns
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 MOST_APART = 2**25  # bytes of an output that is not yet copied to its place
 

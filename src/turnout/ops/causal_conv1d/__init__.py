@@ -12,8 +12,9 @@ from torch import Tensor
 from turnout.ops.causal_conv1d.checks import check, check_ends
 from turnout.ops.causal_conv1d.launches import dense_strides
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class CausalConv1d(NamedTuple):

@@ -17,7 +17,7 @@ from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import array, flat
 from turnout.routing.configured import configured
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 WIDEST = 32  # taps: the Triton kernels write out each one, so more of them compile slowly
 LONGEST = 2**31 - 2**16  # positions are counted in 32 bits inside a row; offsets have 64

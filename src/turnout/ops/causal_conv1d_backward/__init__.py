@@ -13,7 +13,8 @@ from turnout.ops.causal_conv1d import family as forward_family
 from turnout.ops.causal_conv1d import reference_cost as forward_cost
 from turnout.ops.causal_conv1d.checks import check
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
+from turnout.routing.route import Work
 
 
 class CausalConv1dBackward(NamedTuple):

@@ -19,7 +19,7 @@ from turnout.ops.causal_conv1d_backward import CAUSAL_CONV1D_BACKWARD, CausalCon
 from turnout.ops.integers import ceil_div
 from turnout.routing.configured import configured
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 # Guards
 

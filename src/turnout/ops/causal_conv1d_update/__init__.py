@@ -12,8 +12,9 @@ from turnout.ops.causal_conv1d import channel_last, dense
 from turnout.ops.causal_conv1d.checks import check_filter
 from turnout.routing.choose import plain
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class CausalConv1dUpdate(NamedTuple):

@@ -17,7 +17,7 @@ from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE, CausalConv1dU
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import VECTOR_BYTES, array, flat
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 
 def refuses_anywhere(problem: CausalConv1dUpdate) -> Iterator[str]:

@@ -15,8 +15,9 @@ from turnout.ops.convolution.gradients import convolution_backward, residual_gra
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format, with_residual
 from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 PAD_MODES = ("zeros", "replicate")
 

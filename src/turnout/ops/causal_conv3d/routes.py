@@ -32,7 +32,7 @@ from turnout.ops.convolution.methods import (
 )
 from turnout.ops.convolution.routes import IN_TORCH, WINOGRAD_KERNELS, finished
 from turnout.routing.device import Device
-from turnout.routing.op import Config, Cost, Guard
+from turnout.routing.route import Config, Cost, Guard
 
 
 def of_padded(guard: Guard) -> Guard:

@@ -12,7 +12,7 @@ from turnout.ops.convolution.methods import Window, by_depth_chunks, by_depth_ta
 from turnout.ops.convolution.problem import Conv3d
 from turnout.ops.convolution.routes import DEPTH_TAPS, IN_TORCH, by, declare_shared, finished
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 declare_shared(CONV3D)
 declare_kernels(CONV3D)

@@ -16,7 +16,7 @@ from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop
 from turnout.ops.convolution.methods import LONGEST_PART, reached
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
-from turnout.routing.op import Work
+from turnout.routing.route import Work
 
 
 def work(problem: Convolution) -> Work:

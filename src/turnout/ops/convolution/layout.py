@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from turnout.ops.convolution.problem import channels_last
 from turnout.routing.device import is_planning
-from turnout.routing.fallback import functorch_level
 from turnout.routing.machine import has_package
 from turnout.routing.prepared import kept, worked_out_once
+from turnout.routing.torch_private import convolution_backend, convolution_format, functorch_level
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 FIRST = torch.contiguous_format
-
-_backend: Callable[..., Any] = torch._C._select_conv_backend  # pyright: ignore[reportAttributeAccessIssue]
-_format: Callable[..., torch.memory_format] = torch._C._conv_determine_backend_memory_format  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def torch_format(
@@ -55,7 +51,7 @@ def torch_format(
     )
 
     def ask() -> torch.memory_format:
-        backend = _backend(
+        backend = convolution_backend(
             input,
             weight,
             bias=bias,
@@ -67,7 +63,7 @@ def torch_format(
             groups=groups,
             bias_sizes=None,
         )
-        return _format(input, weight, backend)
+        return convolution_format(input, weight, backend)
 
     return kept(key, ask)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from turnout.routing.precision import get_precision
+from turnout.routing.torch_private import cudnn_enabled, get_precision
 
 ON_TORCHS_OWN_LOOP = 20480  # N * C * D * H of a single float32 image up to which torch keeps it from oneDNN
 
@@ -30,7 +30,7 @@ def torch_settings(input: Tensor) -> tuple:
     """All settings of torch that change how this input is convolved, or the layout of what comes out."""
     if input.is_cpu:
         return get_precision("mkldnn", "conv"), get_precision("mkldnn", "matmul")
-    return get_precision("cuda", "conv"), get_precision("cuda", "matmul"), torch._C._get_cudnn_enabled()
+    return get_precision("cuda", "conv"), get_precision("cuda", "matmul"), cudnn_enabled()
 
 
 class Float32(NamedTuple):

@@ -16,9 +16,10 @@ from torch import Tensor
 from turnout.launch import Launch, LaunchPlan, Workspace, prepare_from_plan
 from turnout.ops import needs
 from turnout.ops.layouts import array, contiguous_strides
+from turnout.routing import torch_private
 from turnout.routing.device import Device, is_planning
-from turnout.routing.op import Work
 from turnout.routing.prepared import worked_out_once
+from turnout.routing.route import Work
 
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 CPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -236,27 +237,27 @@ def _sums_launch(problem: Any, most: int, block: int) -> _SumsLaunch:
     )
 
 
-def counters_and_room(where: torch.device, size: int) -> Tensor:
+def counters_and_room(device: torch.device, size: int) -> Tensor:
     """Counters at zero, where kernels leave them, and room for so many float64. One for each stream, whose
     kernels run one after the other; a graph that is being captured may be replayed on any, and has its
     own."""
-    here = where.type == "cuda" and not is_planning() and torch._C._cuda_getDevice() == where.index
-    if not here or size > _MOST_ROOM or torch._C._cuda_isCurrentStreamCapturing():
-        return torch.zeros(COUNTERS // 2 + size, dtype=torch.float64, device=where)
-    stream = torch._C._cuda_getCurrentRawStream(where.index)
-    kept = _kept_room.get((where.index, stream))
-    if kept is None:
+    is_current = device.type == "cuda" and not is_planning() and torch_private.cuda_device() == device.index
+    if not is_current or size > _MOST_ROOM or torch_private.is_capturing():
+        return torch.zeros(COUNTERS // 2 + size, dtype=torch.float64, device=device)
+    stream = torch_private.cuda_stream(device.index)
+    room = _kept_room.get((device.index, stream))
+    if room is None:
         with ThreadPoolExecutor(1) as other:
-            kept = _kept_room[where.index, stream] = other.submit(_new_room, where).result()
-    return kept
+            room = _kept_room[device.index, stream] = other.submit(_new_room, device).result()
+    return room
 
 
-def _new_room(where: torch.device) -> Tensor:
+def _new_room(device: torch.device) -> Tensor:
     """For another thread than the one that needs it: while torch.compile prepares a graph, all that its
     thread allocates is the graph's.
     """
-    room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=where)
-    torch.cuda.current_stream(where).synchronize()
+    room = torch.zeros(COUNTERS // 2 + _MOST_ROOM, dtype=torch.float64, device=device)
+    torch.cuda.current_stream(device).synchronize()
     return room
 
 

@@ -10,12 +10,13 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
+from turnout.routing.torch_private import in_forward_ad
 
 
 class GroupNormSilu(NamedTuple):
@@ -102,16 +103,15 @@ def normalised(
 ) -> Tensor:
     """PyTorch's own norm, then its activation.
 
-    An x without elements has a norm without elements. That is said here because torch is of several minds
-    about
-    it: 2.13 gives it back with NaN for the weight's gradient, 2.15 raises.
+    An x without elements has a norm without elements. This is handled here because versions of torch differ:
+    2.13 returns it with NaN for the weight's gradient, 2.15 raises.
     """
     elements = x.numel()
     if isinstance(elements, int) and not elements:  # where the size is symbolic, it is not zero
         return _empty_norm(x, weight, bias)
     if weight is None and bias is not None:
         weight = torch.ones_like(bias)  # its backward on a GPU fails on a bias alone (torch 2.11)
-    if forward_ad._current_level >= 0:
+    if in_forward_ad():
         x = x.contiguous()  # torch's forward derivative takes no other (2.13)
     if all(tensor is None or tensor.dtype == x.dtype for tensor in (weight, bias)):
         y = torch.group_norm(x, groups, weight, bias, eps)
@@ -233,14 +233,14 @@ Axis(size=15, x_size=15, before=0, x_step=4, out_step=4)]
 def layout(problem: GroupNormSilu) -> Literal["rows", "gapped-rows", "planes", "strided"]:
     """Which elements are side by side in x and in the output: channels, at positions that are one walk (rows)
     or have gaps (gapped-rows); positions; or neither in both."""
-    where = positions(problem.shape, problem.strides, problem.out_strides)
+    all_positions = positions(problem.shape, problem.strides, problem.out_strides)
     rows = problem.strides[1] == problem.out_strides[1] == 1 and problem.shape[1] > 1
-    if where is None:
+    if all_positions is None:
         few = rows and axes(problem.shape, problem.strides, problem.out_strides) is not None
         return "gapped-rows" if few else "strided"
     if rows:
         return "rows"
-    return "planes" if where.x_step == where.out_step == 1 else "strided"
+    return "planes" if all_positions.x_step == all_positions.out_step == 1 else "strided"
 
 
 def family(problem: GroupNormSilu) -> tuple[tuple, int]:
@@ -249,8 +249,8 @@ def family(problem: GroupNormSilu) -> tuple[tuple, int]:
     kind, dense = layout(problem), problem.strides == problem.out_strides
     if kind == "gapped-rows":  # x may have gaps too, which is another kernel
         dense = positions(problem.shape, problem.strides, problem.strides) is not None
-    where = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
-    return (where, batch, channels, *problem[3:]), problem.elements // max(batch * channels, 1)
+    layout_key = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
+    return (layout_key, batch, channels, *problem[3:]), problem.elements // max(batch * channels, 1)
 
 
 def reference_cost(problem: GroupNormSilu, device: Device) -> float | None:

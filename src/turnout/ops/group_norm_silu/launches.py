@@ -92,23 +92,28 @@ def rows_plan(norm: Norm, tile: RowTile) -> Plan:
     """Channels side by side, at positions that are one walk."""
     from turnout.ops.group_norm_silu.kernels import row_apply, row_moments
 
-    where = positions(norm.shape, norm.strides, norm.out_strides)
-    assert where is not None
+    all_positions = positions(norm.shape, norm.strides, norm.out_strides)
+    assert all_positions is not None
     (batch, channels), groups, each = norm.shape[:2], norm.groups, norm.group_channels
     together, wide, blocks = block_of(channels, groups, tile.columns)
-    steps = ceil_div(where.size, tile.rows * tile.unroll)
+    steps = ceil_div(all_positions.size, tile.rows * tile.unroll)
     parts = parts_of(steps, norm.units * tile.waves // (batch * blocks))
     programs = min(steps, max(1, norm.units * tile.walks // (batch * blocks)))
-    far = (norm.strides[0], where.x_step, norm.out_strides[0], where.out_step)
+    far = (norm.strides[0], all_positions.x_step, norm.out_strides[0], all_positions.out_step)
     vector = widest_vector(norm.itemsize, norm.off, channels if each == wide else each, *far)
     constants = {"CG": each, "GB": together, "CB": wide, "BP": tile.rows, "U": tile.unroll, "V": vector}
     return Plan(
         batch * parts * MOMENTS * groups,
-        (row_moments, batch * parts * blocks, (where.size, groups, parts, blocks, *far[:2]), constants),
+        (
+            row_moments,
+            batch * parts * blocks,
+            (all_positions.size, groups, parts, blocks, *far[:2]),
+            constants,
+        ),
         (
             row_apply,
             batch * programs * blocks,
-            (where.size, groups, parts, blocks, programs, *far),
+            (all_positions.size, groups, parts, blocks, programs, *far),
             {**constants, "PARTS": parts},
         ),
     )
@@ -120,24 +125,31 @@ def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     channel as one of the first reads at a time."""
     from turnout.ops.group_norm_silu.kernels import plane_apply, plane_moments
 
-    where = positions(norm.shape, norm.strides, norm.out_strides)
-    assert where is not None
+    all_positions = positions(norm.shape, norm.strides, norm.out_strides)
+    assert all_positions is not None
     (batch, width), groups, each = norm.shape[:2], norm.groups, norm.group_channels
     span = tile.lanes * tile.unroll
-    one_line = norm.strides[1] == where.size
-    steps = ceil_div(where.size * each, span) if one_line else each * ceil_div(where.size, span)
+    one_line = norm.strides[1] == all_positions.size
+    steps = (
+        ceil_div(all_positions.size * each, span) if one_line else each * ceil_div(all_positions.size, span)
+    )
     parts = parts_of(steps, norm.units * tile.waves // (batch * groups))
     far = (*norm.strides[:2], *norm.out_strides[:2])
-    vector = widest_vector(norm.itemsize, norm.off, where.size, *far)
+    vector = widest_vector(norm.itemsize, norm.off, all_positions.size, *far)
     constants = {"BP": tile.lanes, "U": tile.unroll, "V": vector, "DENSE": one_line}
-    programs = batch * width * ceil_div(where.size, span)
+    programs = batch * width * ceil_div(all_positions.size, span)
     return Plan(
         batch * groups * parts * MOMENTS,
-        (plane_moments, batch * groups * parts, (where.size, groups, each, parts, *far[:2]), constants),
+        (
+            plane_moments,
+            batch * groups * parts,
+            (all_positions.size, groups, each, parts, *far[:2]),
+            constants,
+        ),
         (
             plane_apply,
             programs,
-            (where.size, width, groups, each, parts, *far),
+            (all_positions.size, width, groups, each, parts, *far),
             {**constants, "PARTS": parts, "STAT_TILE": span},
         ),
     )

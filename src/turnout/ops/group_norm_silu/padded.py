@@ -14,8 +14,9 @@ from torch import Tensor
 
 from turnout.ops.group_norm_silu import GroupNormSilu, check, normalised, reference_cost
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 MODES = ("replicate", "reflect", "constant")
 
@@ -189,8 +190,8 @@ def family(problem: GroupNormSiluPad) -> tuple[tuple, int]:
     """Problems that differ in the number of positions only, and that number."""
     batch, channels, *sizes = problem.shape
     dense = problem.strides == padded_strides(problem.shape, problem.rows)
-    where = (problem.rows, dense) if dense else (problem.rows, problem.strides)
-    return (where, len(sizes), batch, channels, *problem[2:]), prod(sizes)
+    layout_key = (problem.rows, dense) if dense else (problem.rows, problem.strides)
+    return (layout_key, len(sizes), batch, channels, *problem[2:]), prod(sizes)
 
 
 def cost(problem: GroupNormSiluPad, device: Device) -> float | None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from turnout.ops.group_norm_silu import GroupNormSilu, check, normalised, reference_cost
 from turnout.ops.layouts import fresh_strides, in_format_of
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class SpatialNormSilu(NamedTuple):

@@ -14,7 +14,7 @@ from turnout.ops.group_norm_silu.spatial import SpatialNormSilu
 from turnout.ops.group_norm_silu.spatial import work as spatial_work
 from turnout.ops.integers import power_of_two
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 LARGE = 2**20  # elements from which on a second configuration is worth trying
 VERY_LARGE = 2**28  # elements from which on combining the moments takes a program no time to speak of

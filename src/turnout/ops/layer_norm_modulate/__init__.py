@@ -12,8 +12,9 @@ from torch import Tensor
 
 from turnout.ops.layouts import contiguous_strides, with_strides
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 Strides = tuple[int, ...]  # by batch, token and channel; of modulations 0 where they are the same for all
 

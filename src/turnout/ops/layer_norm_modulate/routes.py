@@ -15,7 +15,7 @@ from turnout.ops.layer_norm_modulate import GATED_ADD, LAYER_NORM_MODULATE, Laye
 from turnout.ops.layer_norm_modulate.launches import planned
 from turnout.ops.layouts import VECTOR_BYTES
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 MOST_CHANNELS = 8192  # a program keeps all channels of its tokens in registers
 THREADS = 128

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from turnout.ops.norm_rope.checks import Call, Streams, check, table_kind
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class NormRope(NamedTuple):

@@ -18,7 +18,7 @@ from turnout.ops.norm_rope.checks import Call, table_kind
 from turnout.ops.norm_rope.launches import out_steps, planned, table_steps
 from turnout.routing.configured import configured, of_call
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 WIDEST = 512  # columns of one head
 WIDEST_ON_CPU = 1024  # as wide as the buffer of cpu_kernels

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 STYLES = ("rms_norm", "normalize")
 
@@ -178,16 +179,16 @@ def layout(problem: RmsNormSilu) -> Literal["rows", "planes", "strided"]:
     """Which elements are side by side in x and in the output: channels, positions, or neither in both."""
     if problem.channels == 1 or problem.strides[problem.dim] == problem.out_strides[problem.dim] == 1:
         return "rows"
-    where = Positions.of(problem.shape, problem.dim, problem.strides, problem.out_strides)
-    return "planes" if where.x[-1] == where.out[-1] == 1 else "strided"
+    positions = Positions.of(problem.shape, problem.dim, problem.strides, problem.out_strides)
+    return "planes" if positions.x[-1] == positions.out[-1] == 1 else "strided"
 
 
 def family(problem: RmsNormSilu) -> tuple[tuple, int]:
     """Problems that differ in the number of positions only, and that number."""
     c, kind = problem.channels, layout(problem)
     dense = problem.strides == problem.out_strides
-    where = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
-    return (where, c, *problem[4:]), problem.elements // max(c, 1)
+    layout_key = (kind, dense) if kind != "strided" else (kind, problem.strides, problem.out_strides)
+    return (layout_key, c, *problem[4:]), problem.elements // max(c, 1)
 
 
 def reference_cost(problem: RmsNormSilu, device: Device) -> float | None:

@@ -66,16 +66,16 @@ class PlaneTile(NamedTuple):
 def rows_plan(norm: Norm, tile: RowTile) -> Plan:
     from turnout.ops.rms_norm_silu.kernels import rows as kernel
 
-    size, where = norm.shape[norm.dim], norm.positions
-    count = functools.reduce(int.__mul__, where.sizes)
-    vector = widest_vector(norm.itemsize, norm.off, size, *where.x, *where.out)
-    numbers = (count, size, *fill(where.sizes, 1)[1:], *fill(where.x, 0), *fill(where.out, 0))
+    size, positions = norm.shape[norm.dim], norm.positions
+    count = functools.reduce(int.__mul__, positions.sizes)
+    vector = widest_vector(norm.itemsize, norm.off, size, *positions.x, *positions.out)
+    numbers = (count, size, *fill(positions.sizes, 1)[1:], *fill(positions.x, 0), *fill(positions.out, 0))
     constants = {
         "V": vector,
         "BM": tile.rows,
         "BC": tile.channels,
         "N": ceil_div(size, tile.channels),
-        "FLAT": len(where.sizes) == 1,
+        "FLAT": len(positions.sizes) == 1,
     }
     return Plan(kernel, ceil_div(count, tile.rows), numbers, constants)
 
@@ -84,8 +84,8 @@ def rows_plan(norm: Norm, tile: RowTile) -> Plan:
 def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     from turnout.ops.rms_norm_silu.kernels import planes as kernel
 
-    size, where = norm.shape[norm.dim], norm.positions
-    sizes, x, out = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
+    size, positions = norm.shape[norm.dim], norm.positions
+    sizes, x, out = fill(positions.sizes, 1), fill(positions.x, 0), fill(positions.out, 0)
     steps = (*x[:2], norm.strides[norm.dim], *out[:2], norm.out_strides[norm.dim])
     vector = widest_vector(norm.itemsize, norm.off, sizes[2], *steps)
     blocks = ceil_div(size, tile.channels)

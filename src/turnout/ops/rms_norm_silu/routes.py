@@ -25,7 +25,7 @@ from turnout.ops.rms_norm_silu.launches import (
 )
 from turnout.routing.configured import configured
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 MOST_CHANNELS = 8192  # a program keeps all channels of its positions in registers
 MOST_CPU_CHANNELS = 4096  # as wide as the buffer of cpu_kernels
@@ -230,8 +230,8 @@ def into_on_cpu(
     import_uninterrupted("turnout.ops.rms_norm_silu.cpu_kernels")
     from turnout.ops.rms_norm_silu import cpu_kernels
 
-    channels, where = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
-    sizes, x_steps, y_steps = fill(where.sizes, 1), fill(where.x, 0), fill(where.out, 0)
+    channels, positions = x.shape[dim], Positions.of(x.shape, dim, x.stride(), out.stride())
+    sizes, x_steps, y_steps = fill(positions.sizes, 1), fill(positions.x, 0), fill(positions.out, 0)
     scale = np.ones(channels, np.float32) if weight is None else array(weight.float().contiguous())
     shift = np.zeros(channels, np.float32) if bias is None else array(bias.float().contiguous())
     rest = (np.float32(eps), style == "normalize", silu)

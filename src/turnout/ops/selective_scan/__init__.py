@@ -13,8 +13,9 @@ from torch import Tensor
 from turnout.ops.causal_conv1d import channel_last, dense
 from turnout.routing.choose import plain
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 CHUNK = 64  # positions whose states the reference holds at a time
 

@@ -14,7 +14,7 @@ from turnout.ops.causal_conv1d.launches import empty_dense
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.selective_scan import SELECTIVE_SCAN, SelectiveScan, work
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 MOST_STATES = 256
 LONGEST = 2**31 - 1

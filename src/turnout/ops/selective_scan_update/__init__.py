@@ -11,8 +11,9 @@ from torch import Tensor
 from turnout.ops.layouts import contiguous_strides, with_strides
 from turnout.ops.selective_scan import check_tensors
 from turnout.routing.device import Device
-from turnout.routing.op import Op, Work
+from turnout.routing.op import Op
 from turnout.routing.public import public
+from turnout.routing.route import Work
 
 
 class SelectiveScanUpdate(NamedTuple):

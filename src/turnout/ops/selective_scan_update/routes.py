@@ -15,7 +15,7 @@ from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.selective_scan.routes import MOST_STATES, fewer_channels
 from turnout.ops.selective_scan_update import SELECTIVE_SCAN_UPDATE, SelectiveScanUpdate, work
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 NAMES = ("x", "state", "dt", "A", "B", "C", "D", "z", "dt_bias")
 

@@ -30,7 +30,7 @@ from turnout.ops.convolution.phases import Axis, by_phases
 from turnout.ops.convolution.routes import IN_TORCH, finished
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D, UpsampleConv2d, upsampled
 from turnout.routing.device import Device
-from turnout.routing.op import Config
+from turnout.routing.route import Config
 
 PHASE_FILTERS = "turnout.ops.convolution.gpu.kernels:phase_filters"
 
@@ -202,11 +202,11 @@ def guard_and_cost(kernel: Kernel) -> dict[str, Any]:
         )
         if not problem.small.output_channels_last:
             layouts += costs.gpu_relayout(problem.large.output, problem.small, device)
-        known = [each for each in seconds if each is not None]
-        if len(known) < len(seconds):
+        estimates = [each for each in seconds if each is not None]
+        if len(estimates) < len(seconds):
             return None
         launch = costs.launch(device)
-        return 5 * launch + sum(max(launch, each) for each in known) + layouts
+        return 5 * launch + sum(max(launch, each) for each in estimates) + layouts
 
     def configs(problem: UpsampleConv2d, device: Device) -> list[Config]:
         return kernel.configs(phase_tasks(problem)[0], device)
@@ -264,8 +264,8 @@ def plan_phases(
         )
         for phase in phases
     ]
-    known = [launch for launch in launches if launch is not None]
-    return LaunchPlan((fill, *known), out, (Workspace(filters),)) if len(known) == len(launches) else None
+    filled = [launch for launch in launches if launch is not None]
+    return LaunchPlan((fill, *filled), out, (Workspace(filters),)) if len(filled) == len(launches) else None
 
 
 class Phase(NamedTuple):

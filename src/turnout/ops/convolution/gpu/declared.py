@@ -24,7 +24,7 @@ from turnout.ops.convolution.gpu.task import (
 from turnout.ops.convolution.layout import LAST, dense_strides
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
-from turnout.routing.op import ANYWHERE, UNKNOWN, Config, Grain
+from turnout.routing.route import ANYWHERE, UNKNOWN, Config, Grain
 
 _HERE = "turnout.ops.convolution.gpu"
 TRANSPOSE = f"{_HERE}.kernels:transpose"

@@ -26,8 +26,8 @@ from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.ops.layouts import VECTOR_BYTES
 from turnout.routing.device import Device
-from turnout.routing.op import Config
 from turnout.routing.prepared import worked_out_once
+from turnout.routing.route import Config
 
 ROW_BYTES = 128  # of a pixel, the most that TMA reads or writes at a time
 

@@ -31,8 +31,8 @@ from turnout.ops.convolution.layout import LAST, known_last, moved, output_in, t
 from turnout.ops.convolution.methods import output_frames
 from turnout.ops.convolution.problem import Float32, channels_last
 from turnout.routing.device import Device
-from turnout.routing.op import Config
 from turnout.routing.prepared import worked_out_once
+from turnout.routing.route import Config
 
 
 @worked_out_once

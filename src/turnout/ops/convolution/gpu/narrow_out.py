@@ -20,8 +20,8 @@ from turnout.ops.convolution.gpu.operands import Geometry, Operands, kernel_numb
 from turnout.ops.convolution.gpu.task import Task
 from turnout.ops.integers import ceil_div, power_of_two
 from turnout.routing.device import Device
-from turnout.routing.op import Config
 from turnout.routing.prepared import worked_out_once
+from turnout.routing.route import Config
 
 REGISTERS = {1: 168, 2: 80}  # of a thread, by the programs that share a multiprocessor
 FETCHING = 24  # registers of a thread of the warp that fetches

@@ -15,7 +15,8 @@ from turnout.ops.convolution.gpu.launching import convolved, plan_convolution
 from turnout.ops.convolution.problem import Convolution
 from turnout.routing.configured import configured
 from turnout.routing.device import Device
-from turnout.routing.op import Config, Cost, Guard, Op
+from turnout.routing.op import Op
+from turnout.routing.route import Config, Cost, Guard
 
 Configs = Callable[[Any, Device], list[Config]]
 
