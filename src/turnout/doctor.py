@@ -13,7 +13,7 @@ import torch
 from turnout._version import __version__
 from turnout.launch import support
 from turnout.measure.verify import Verifier
-from turnout.routing import failures, machine, versions
+from turnout.routing import failures, machine, torch_private, versions
 from turnout.routing.device import Device
 from turnout.routing.op import OPS, Op
 from turnout.routing.route import Route
@@ -75,6 +75,11 @@ def known_bad() -> list[Check]:
     if importlib.util.find_spec("numba") is None:
         note = "not installed: turnout's own CPU kernels cannot run; pip install 'turnout[cpu]'"
         checks.append(Check("numba", "warning", note))
+    lacking = torch_private.missing()
+    if lacking:
+        names = ", ".join(name.replace(":", ".") for name in lacking)
+        note = f"it has no {names}: calls that need one raise; install torch 2.11 to 2.15, or a newer turnout"
+        checks.append(Check(f"torch {torch.__version__}", "warning", note))
     return checks or [Check("known-bad pairs", "ok", "none")]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import turnout
+from turnout import doctor
 from turnout.routing import torch_private
 
 PACKAGE = Path(turnout.__file__).parent
@@ -77,6 +78,7 @@ def test_a_missing_name_raises_when_it_is_used_and_is_listed(monkeypatch):
     monkeypatch.setattr(torch_private, "_missing", [])
     gone = torch_private.find("torch:_C._no_such_function")
     assert torch_private.missing() == ["torch:_C._no_such_function"]
+    assert any("has no torch._C._no_such_function: calls" in check.note for check in doctor.known_bad())
     with pytest.raises(
         torch_private.MissingName, match=r"has no torch\._C\._no_such_function, which turnout"
     ):

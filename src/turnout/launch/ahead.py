@@ -1,9 +1,9 @@
-"""Compile a launch before it is made, into Triton's cache on disk, ask whether it is there already, or be
-told when a launch finds it missing.
+"""Compile launches ahead into Triton's cache on disk, look them up there, and intercept those that are
+missing.
 
-A `Spec` says of a launch what its compiled code depends on, so that another process can compile it. Triton
-specializes for what is known of an argument (its dtype, whether 16 divides it, whether it is one), so a spec
-keeps numbers as they are, and of an address whether it is aligned.
+A `Spec` describes a launch by what its compiled code depends on, so that another process can compile it.
+Triton specializes for properties of arguments (dtype, divisible by 16, equal to one), so a spec holds numbers
+themselves, and of an address whether it is aligned.
 """
 # pyright: reportMissingModuleSource=false, reportAttributeAccessIssue=false
 
@@ -143,11 +143,11 @@ def look_up(launch: Launch, device: Device) -> Found:
 
 
 def watch(kernel: Any) -> None:
-    """From now on, where this kernel is not in Triton's cache on disk and a thread that has set
-    `launcher.watching` is about to compile it, that is called first.
+    """Call the thread's `launcher.watching`, where one is set, before Triton compiles this kernel because it
+    is not in the cache on disk.
 
-    It is called with a function that asks the cache again. Whatever it has put there is loaded; else Triton
-    compiles. A kernel that is in the cache costs nothing more: it is looked up once, as without this.
+    It is called with a function that looks in the cache again. If the kernel is there then, it is loaded;
+    otherwise Triton compiles it. A kernel that is in the cache costs nothing more.
     """
     if not hasattr(kernel, "device_caches"):  # Triton's interpreter compiles nothing
         return
@@ -157,7 +157,7 @@ def watch(kernel: Any) -> None:
 
 
 class _Watched:
-    """In the place of a kernel's `compile`. It holds no state, so threads may share it."""
+    """Replaces a kernel's `compile`. It holds no state, so threads may share it."""
 
     def __init__(self, compile: Callable[..., Any]):
         self.compile = compile

@@ -1,9 +1,8 @@
-"""Descriptors for TMA, Hopper's engine for copying blocks of tensors, at a tenth of the host time of Triton's
-own way.
+"""Make TMA descriptors in a tenth of the host time of Triton's own. TMA is Hopper's engine that copies blocks
+of tensors.
 
-All of a descriptor but the address follows from shapes, so each `Prepared` makes it once (`pattern`), and
-keeps what Triton encodes of it by address: an allocator that keeps what is freed hands out the same addresses
-again and again.
+All of a descriptor but the address follows from shapes, so each `Prepared` makes it once (`pattern`). Encoded
+descriptors are cached by address: an allocator with a cache returns the same addresses again and again.
 """
 # pyright: reportMissingModuleSource=false
 
@@ -24,8 +23,8 @@ _MOST_ENCODED = 256  # addresses of one pattern
 
 
 def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether TMA can walk along a tensor: the last axis dense, steps along the others aligned. Along an axis
-    of one nobody walks.
+    """Whether TMA can copy blocks of a tensor: its last axis is dense, and the strides of the others are
+    aligned. The stride of an axis of size one does not matter.
 
     >>> fits((2, 8), (8, 1), 2), fits((2, 8), (9, 1), 2)
     (True, False)
@@ -37,7 +36,7 @@ def fits(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
 
 
 def aligned(*tensors: Tensor | None) -> bool:
-    """Whether all tensors start where TMA can begin."""
+    """Whether the addresses of all tensors are aligned for TMA."""
     return all(t is None or t.data_ptr() % ALIGNMENT == 0 for t in tensors)
 
 

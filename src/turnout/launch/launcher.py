@@ -63,7 +63,7 @@ def launch(
 
 
 def start(request: Launch) -> DirectLauncher | None:
-    """Launch, and return the compiled kernel; None where none is known, as when launches are recorded."""
+    """Launch, and return the compiled kernel; None where there is none, as when launches are only recorded."""
     kernel, programs, tensors, numbers, constants, warps, options = request
     device = card_of(tensors[0] if isinstance(tensors[0], Tensor) else tensors[0].base)
     if device is None:
@@ -110,7 +110,7 @@ def _start_elsewhere(request: Launch) -> None:
 
 
 def _start_in_triton(request: Launch) -> DirectLauncher | None:
-    """Launch in Triton's own way, which compiles the kernel where that was not done before."""
+    """Launch through Triton, which compiles the kernel if that was not done before."""
     from triton import knobs
 
     kernel, programs, tensors, numbers, constants, warps, options = request
@@ -129,7 +129,7 @@ def _start_in_triton(request: Launch) -> DirectLauncher | None:
 
 
 def compile_options(warps: int, options: Mapping[str, Any], backend: str = BACKEND) -> dict[str, Any]:
-    """What Triton is told besides a kernel's arguments; what is None is left to it.
+    """Triton's options for a kernel; where an option is None, Triton decides.
 
     A product and a sum may round once unless a launch says otherwise: Triton 3.9 warns where nobody decides
     that, and from 3.10 on it would not fuse. Only NVIDIA's compiler can be told how many registers to use.

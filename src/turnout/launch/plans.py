@@ -1,8 +1,9 @@
-"""Plans of launches: planned once for a `Prepared`, launched with other addresses at each call.
+"""Plan the launches of a route once for each `Prepared`, and launch with new addresses at each call.
 
-A route that does nothing but launch is a function that plans (`runs_plan`). `prepare_from_plan` plans such a
-route once, finds out which arguments and new tensors the kernels are given, and writes out the code that a
-call still needs: allocate the new tensors, hand all addresses to Triton's launcher in C, return the outputs.
+A route that only allocates and launches is a function that returns a `LaunchPlan` (`runs_plan`).
+`prepare_from_plan` calls it once, finds out which arguments and new tensors each kernel gets, and generates
+the code that further calls need: allocate the new tensors, pass all addresses to Triton's launcher in C,
+return the outputs.
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ class Workspace(NamedTuple):
 
 
 class LaunchPlan(NamedTuple):
-    """All that a route does: launches, one after the other, and what it returns: new tensors that they fill,
-    or None.
-    """
+    """The launches of a route, in order, and its outputs: new tensors that they fill, or None."""
 
     launches: tuple[Launch, ...]
     outputs: Tensor | tuple[Tensor, ...] | None
@@ -51,14 +50,14 @@ class LaunchPlan(NamedTuple):
 
 
 def run_plan(plan: LaunchPlan) -> Any:
-    """Launch what was planned, and return its outputs."""
+    """Make the launches of a plan, and return its outputs."""
     for request in plan.launches:
         start(request)
     return plan.outputs
 
 
 def runs_plan(plan: Callable[..., LaunchPlan]) -> Callable[..., Any]:
-    """Make a route of a function that allocates tensors and plans all that the route does."""
+    """Make a route of a function that allocates tensors and returns a `LaunchPlan`."""
 
     @functools.wraps(plan)
     def run(*args: Any, **config: Any) -> Any:
@@ -70,7 +69,7 @@ def runs_plan(plan: Callable[..., LaunchPlan]) -> Callable[..., Any]:
 def prepare_from_plan(
     prepared: Prepared, args: tuple, plan: Callable[..., LaunchPlan | None] | None = None
 ) -> Callable[..., Any] | None:
-    """Plan once for all calls that differ in nothing but addresses, and return what runs them.
+    """Plan once for all calls that differ only in addresses, and return the function that runs them.
 
     plan: called with the arguments and the configuration; of a route of `runs_plan` it is the route's own. A
     call where 16 bytes do not divide all addresses is left to the route. None where `plan` gives none, and
@@ -93,9 +92,7 @@ def prepare_from_plan(
 
 
 class _Operand(NamedTuple):
-    """What a launch is given for one of its tensors: memory of an argument or of a new tensor, and how it is
-    seen.
-    """
+    """A tensor of a launch: the argument or new tensor in whose memory it lies, and its view of that memory."""
 
     position: int  # among arguments and new tensors
     offset: int  # in bytes, from where that one begins
@@ -116,7 +113,7 @@ class _Operand(NamedTuple):
 
 
 def _start(x: Tensor) -> int:
-    """Where a tensor begins in its storage, in bytes."""
+    """The offset of a tensor in its storage, in bytes."""
     return int(x.storage_offset()) * x.element_size()
 
 
@@ -158,7 +155,7 @@ def _operands(plan: LaunchPlan, args: tuple) -> list[tuple[_Operand | None, ...]
 
 
 class _Form(NamedTuple):
-    """All that the code of a call depends on.
+    """All that the generated code of a call depends on.
 
     Tensors are given by their positions among arguments and new tensors.
     """
@@ -202,11 +199,11 @@ class _PreparedPlan:
         )
 
     def constants(self, n: int) -> tuple:
-        """What the `n`-th kernel takes besides tensors."""
+        """The arguments of the `n`-th kernel other than tensors."""
         return *self.requests[n].numbers, *self.requests[n].constants.values()
 
     def launch_by_triton(self, *args: Any) -> list[Tensor]:
-        """Launch in the ordinary way, which compiles, and tells profilers. Returns the new tensors."""
+        """Launch through Triton, which compiles kernels and calls profilers' hooks. Returns the new tensors."""
         new_tensors = [allocate() for allocate in self.allocators]
         tensors = (*args, *new_tensors)
         launchers = [
@@ -219,16 +216,13 @@ class _PreparedPlan:
 
 
 def _allocator(x: Tensor) -> Callable[[], Tensor]:
-    """What makes a new tensor like this one."""
+    """A function that allocates a tensor like this one."""
     return functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 @functools.lru_cache(512)
 def _maker(form: _Form) -> Callable[..., Callable[..., Any]]:
-    """What makes calls of one form.
-
-    They are written out as code: a loop over tensors would take twice the time.
-    """
+    """Generate a function that makes the calls of one form. A loop over tensors would take twice the time."""
     used = sorted({x[0] for each in form.launches for x in each if x is not None})
     argument_indices = [i for i in used if i < form.arguments]
     allocated = [i for i in used if i >= form.arguments]
@@ -281,7 +275,7 @@ def make(plan, run_route, launch_by_triton, index):{before}
 
 
 def _addresses(positions: list[int], arguments: str) -> Iterator[str]:
-    """Code that asks for the addresses of tensors, and leaves those that are not aligned to the route."""
+    """Code that reads the addresses of tensors, and calls the route where one is not aligned."""
     if positions:
         yield from [f"at{i} = x{i}.data_ptr()" for i in positions]
         addresses = " | ".join(f"at{i}" for i in positions)
@@ -289,7 +283,7 @@ def _addresses(positions: list[int], arguments: str) -> Iterator[str]:
 
 
 def _launch_lines(n: int, operands: tuple[tuple[int, int, bool] | None, ...]) -> Iterator[str]:
-    """Code of the `n`-th launch: what Triton encodes of descriptors is looked up by address."""
+    """Code of the `n`-th launch; encoded descriptors are looked up by address."""
     arguments, descriptors = [], 0
     for i, operand in enumerate(operands):
         if operand is None:

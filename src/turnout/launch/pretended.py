@@ -1,10 +1,10 @@
-"""Tensors without memory that say they are on a card: what a model's call would do there, found out without
-one.
+"""Tensors without memory that claim to be on a card, to find out without one what a model's call would
+launch.
 
-A `TorchFunctionMode` stands between the program and torch. Tensors on the meta device answer as if they were
-on a card; what the program makes there, or moves there, is made on the meta device. So its own code and ours
-take the branches they take on the card, and `launch.recording` lists what they launch. Values there are none:
-a program that asks for one is stopped.
+A `TorchFunctionMode` intercepts torch's functions. Tensors on the meta device claim to be on a card, and
+tensors that the program creates on the card, or moves there, are created on the meta device. So all code
+takes the branches it takes on the card, and `launch.recording` lists the launches. There are no values: a
+program that reads one is stopped.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ class NeedsValuesError(RuntimeError):
 
 
 def twin(x: Tensor) -> Tensor:
-    """A tensor without memory in the place of another one: sizes, strides, dtype, and how its address is
-    aligned.
-    """
+    """A tensor without memory that replaces another one: the same sizes, strides, dtype and alignment."""
     offset = x.data_ptr() % 16 // x.element_size()
     if offset == 0:
         on_meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=_META)
@@ -159,7 +157,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _replaced(value: Any, which: Callable[[Any], bool], by: Callable[[Any], Any]) -> Any:
-    """The same lists, tuples and dicts with some of what is in them replaced."""
+    """Copies of lists, tuples and dicts with some of their items replaced."""
     if which(value):
         return by(value)
     if type(value) in (list, tuple):
@@ -186,7 +184,7 @@ def _is_place(x: Any) -> bool:
 
 
 def _is_card(device: Any) -> bool:
-    """Whether something names a card: a `torch.device`, "cuda:0", the number of one."""
+    """Whether an argument names a card: a `torch.device`, "cuda:0", or its number."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):
