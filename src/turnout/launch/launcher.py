@@ -63,7 +63,7 @@ def launch(
 
 
 def start(request: Launch) -> DirectLauncher | None:
-    """Launch, and return the compiled kernel; None where there is none, as when launches are only recorded."""
+    """Launch, and return the compiled kernel; None if there is none, as when launches are recorded."""
     kernel, programs, tensors, numbers, constants, warps, options = request
     device = card_of(tensors[0] if isinstance(tensors[0], Tensor) else tensors[0].base)
     if device is None:

@@ -92,7 +92,7 @@ def prepare_from_plan(
 
 
 class _Operand(NamedTuple):
-    """A tensor of a launch: the argument or new tensor in whose memory it lies, and its view of that memory."""
+    """A tensor of a launch: which argument or new tensor holds its memory, and its view of that."""
 
     position: int  # among arguments and new tensors
     offset: int  # in bytes, from where that one begins
@@ -203,7 +203,7 @@ class _PreparedPlan:
         return *self.requests[n].numbers, *self.requests[n].constants.values()
 
     def launch_by_triton(self, *args: Any) -> list[Tensor]:
-        """Launch through Triton, which compiles kernels and calls profilers' hooks. Returns the new tensors."""
+        """Launch through Triton, which compiles kernels and calls hooks. Returns the new tensors."""
         new_tensors = [allocate() for allocate in self.allocators]
         tensors = (*args, *new_tensors)
         launchers = [

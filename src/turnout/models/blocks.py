@@ -1,6 +1,6 @@
-"""Blocks of diffusion transformers: what stands between their products is one pass each, GELU is part of the
-product before it, and nothing is joined that can be written where it is wanted. Attention is its processor's,
-see dit.py."""
+"""Blocks of diffusion transformers. The operations between two matrix products run in one pass, GELU runs in
+the epilogue of the product before it, and products are written to their place in a joined tensor instead of
+being joined later. Attention is in dit.py."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def direct(x: Tensor, *layers: Any) -> bool:
-    """Whether torch's functions may stand for linear layers: no gradient, no tracing, no autocast, and layers
-    that are nothing but their
-    product with x: no hooks, no adapters beside them, no quantised weights."""
+    """Whether torch's functions may replace linear layers: no gradient, no tracing, no autocast, and layers
+    that only multiply x by their weight: no hooks, no LoRA, no quantised weights."""
     return (
         may_write(x, *(layer.weight for layer in layers))
         and not autocasts(x.device.type)
@@ -34,9 +33,9 @@ def direct(x: Tensor, *layers: Any) -> bool:
 
 
 def linear_gelu(layer: Any, x: Tensor) -> Tensor:
-    """`gelu(layer(x))` in its tanh form. On a GPU cuBLAS has it in the product's epilogue, for results
-    without gaps; its tanh has the precision of half types. Elsewhere the function behind it is another
-    GELU."""
+    """`gelu(layer(x))` in its tanh form. On a GPU cuBLAS computes it in the product's epilogue, for dense
+    results; its tanh has the precision of half types. On other devices torch's function computes the GELU
+    without tanh."""
     if (
         x.device.type == "cuda"
         and x.dtype in _HALF
@@ -64,7 +63,7 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
 
 
 def joined_products(first: Any, x: Tensor, second: Any, y: Tensor) -> Tensor:
-    """`cat([first(x), second(y)], 1)` of `[B, S, C]`, each product written where it is wanted."""
+    """`cat([first(x), second(y)], 1)` of `[B, S, C]`, each product written to its place in the result."""
     if x.shape[0] != 1 or not (direct(x, first) and direct(y, second)):
         return torch.cat([first(x), second(y)], 1)
     out = x.new_empty(1, x.shape[1] + y.shape[1], first.weight.shape[0])
@@ -162,8 +161,8 @@ def _fed_forward(
     scale: Tensor,
     last_gate: Tensor,
 ) -> Tensor:
-    """The second half of a block: what attention found is added to x, and what the feed-forward layers make
-    of the norm of that.
+    """The second half of a block: add the gated output of attention to x, then the gated output of the
+    feed-forward layers on the norm of that sum.
     """
     normed, x = ops.layer_norm_modulate(attended, scale, shift, eps=norm.eps, residual=x, gate=gate)
     return ops.gated_add(x, last_gate, feed_forward(normed))
@@ -414,8 +413,9 @@ class WanTransformer(Adapter):
 
 
 def _tokens_of_patches(conv: Any, x: Tensor, places: list[int]) -> Tensor:
-    """`[B, C, T, H, W]` to `[B, S, C']`, a convolution as far apart as it is wide: a product, whose result
-    lies as the blocks read it, where a convolution's would be copied."""
+    """`[B, C, T, H, W]` to `[B, S, C']`, by a convolution whose stride is its kernel size. It is computed as
+    a matrix product, whose result has the layout that the blocks read; that of a convolution would have to be
+    copied."""
     patch = list(conv.weight.shape[2:])
     plain = (
         list(conv.stride) == patch

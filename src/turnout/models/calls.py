@@ -1,8 +1,8 @@
-"""The calls of a known model, seen as a whole: kernels that one lacks are compiled together (`first_calls`),
-and those that come again are replayed as CUDA graphs (`replays`).
+"""Wrap the calls of a known model: missing kernels of a call are compiled together (`first_calls`), and
+repeated calls are replayed as CUDA graphs (`replays`).
 
-Both stand around the stock method, in one class in front of the model's own. Not while a graph is traced, nor
-where a call is only planned: then the stock method is all there is.
+Both wrap the stock method, in one class that is put in front of the model's own. While a graph is traced, or
+a call is only planned, the stock method runs alone.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def _first_call(model: nn.Module, method: str, args: tuple, kwargs: dict[str, An
 
 
 def install(model: nn.Module, *, graph: bool, warm: bool) -> None:
-    """See the calls of a model as a whole: of an autoencoder its decodes and encodes, else its forward.
+    """Wrap the calls of a model: decode and encode of an autoencoder, forward of any other model.
 
-    graph: replay calls that come again; of an autoencoder its decodes.
+    graph: replay repeated calls; of an autoencoder only its decodes.
     """
     if graph:
         vars(model)[REPLAYS] = Replays()
@@ -74,7 +74,7 @@ def install(model: nn.Module, *, graph: bool, warm: bool) -> None:
 
 
 def uninstall(model: object) -> None:
-    """Take back what `install` did, and free what was captured."""
+    """Undo `install`, and free the captured graphs."""
     patch.undo(model, (WholeForward, WholeAutoencoder))
     held = getattr(model, "__dict__", {})
     held.pop(FIRST_CALLS, None)

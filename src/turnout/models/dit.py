@@ -21,7 +21,7 @@ from turnout.models.sdpa import attend
 
 
 def _norm(*norms: Any, x: Tensor) -> dict[str, Any] | None:
-    """How `norm_rope` spells these norms, one for each stream; None where it has no words for them."""
+    """The arguments of `norm_rope` for these norms, one a stream; None where it cannot compute them."""
     if not all(type(norm).__name__ == "RMSNorm" and getattr(norm, "bias", None) is None for norm in norms):
         return None
     if len({(norm.eps, type(norm), norm.weight is None) for norm in norms}) != 1:

@@ -1,4 +1,4 @@
-"""What a decode stream keeps between latents: caches, rings where frames are large, and the last latents.
+"""The state of a decode stream between latents: caches, rings for large frames, and the last latents.
 
 How a failed call is undone
 ---------------------------
@@ -56,20 +56,22 @@ SLACK = 64
 
 
 def are_large(pixels: int, device: torch.device) -> bool:
-    """Whether frames of so many pixels go one by one."""
+    """Whether frames of so many pixels are processed one at a time."""
     return device.type in LARGE and pixels >= LARGE[device.type]
 
 
 class Kept(list):
-    """The stock model's list of caches, an entry for each convolution, and what stands in for the entries of
-    those with large frames.
+    """The stock model's list of caches, an entry for each convolution, and the rings that replace the entries
+    of convolutions with large frames. It belongs to one stream.
 
-    It belongs to one stream. `one_by_one` says whether its large frames go so, which is decided by the first
-    latent: the caches of the two ways are not the same. For the same reason `blocks`, those that may have a
-    ring, stay the same. `arranged` holds weights in another order, until the next call of the stream. rings:
-    False where none is to be used.
-    ends: no frame comes after those of the first latent, and convolutions need not keep any. It is made of
-    its entries, as every list is: hooks that move what a module is given to a device make lists anew.
+    one_by_one: whether large frames are processed one at a time. The first latent decides, because the caches
+    of the two ways differ. blocks: those that may have a ring; they stay the same for the same reason.
+    arranged: weights in another order, until the next call of the stream.
+    rings: False where none is to be used. ends: no frame comes after those of the first latent, so
+    convolutions need not keep any.
+
+    It is constructed from its entries, as a list is: hooks that move arguments to a device construct lists
+    anew.
     """
 
     def __init__(self, entries: Iterable[Any] = (), *, rings: bool = True, ends: bool = False):
@@ -81,13 +83,15 @@ class Kept(list):
         self.arranged: dict[tuple, Any] = {}
 
     def fork(self) -> Kept:
-        """The same entries in another list, without rings: steps replace entries, and write to none."""
+        """A copy of the list with the same entries, without rings: steps replace entries, and never write
+        into one."""
         other = Kept(self, rings=self.may_have_rings)
         other.one_by_one, other.blocks = self.one_by_one, self.blocks
         return other
 
     def release(self) -> None:
-        """Drop everything, for whoever holds this list: the traceback of a step that had no memory does."""
+        """Drop all entries: others may hold this list, such as the traceback of a step that ran out of
+        memory."""
         self.clear()
         self.rings.clear()
         self.arranged.clear()

@@ -1,7 +1,7 @@
-"""CUDA graphs: of one, the host launches once what it otherwise launches kernel by kernel.
+"""Capture CUDA graphs, and replay all kernels of a call with one launch.
 
-`CudaEngine` captures, and knows the traps of that. `CapturedStep` is a step of a decode stream; calls of
-whole models are in `replays.py`.
+`CudaEngine` captures and replays, with the precautions that needs. `CapturedStep` is a step of a decode
+stream; calls of whole models are in `replays.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 class Captured(NamedTuple):
-    """A run that was captured: what it returned, in memory that every replay writes anew."""
+    """A captured run, with its outputs, which every replay overwrites."""
 
     outputs: Any
     replay: Callable[[], None]
@@ -56,7 +56,7 @@ class CudaEngine:
 
     @staticmethod
     def is_capturing(device: torch.device) -> bool:
-        """Whether somebody captures already: what runs now becomes a part of that."""
+        """Whether a capture is under way, so that what runs now becomes a part of it."""
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
@@ -107,7 +107,7 @@ class CudaEngine:
 
     @contextlib.contextmanager
     def ordered(self) -> Iterator[None]:
-        """Around a replay, what is copied for it before and what is copied from it."""
+        """Put this around a replay and the copies of its inputs and outputs."""
         stream = torch.cuda.current_stream(self.device)
         if self._last is None:
             self._last = torch.cuda.Event()
@@ -185,8 +185,8 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What it frees may be a kernel's code or another graph, and the driver must not be asked for that during
-    a capture.
+    """Inside this block Python collects no garbage: it might free a kernel's code or another graph, which the
+    driver does not allow during a capture.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -202,9 +202,8 @@ ENGINES: dict[str, type[Any]] = {"cuda": CudaEngine}
 
 
 def layouts(cache: list) -> list[Any]:
-    """What a graph takes for granted of every entry.
-
-    Once a step leaves it unchanged, every later step is the same program.
+    """The layout of every cache, which a graph relies on. Once a step leaves them unchanged, every later step
+    is the same program.
     """
     return [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in cache]
 
@@ -276,6 +275,6 @@ def reason_of(failure: BaseException) -> str:
 
 
 def buffer_like(x: Tensor) -> Tensor:
-    """Memory of the same layout, which may be written in and out of inference mode."""
+    """A tensor of the same layout, which may be written inside and outside of inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)

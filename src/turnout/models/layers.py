@@ -1,6 +1,6 @@
 """Single layers of any model: convolutions, group norms, attention.
 
-What a model gets that is not known by name.
+Models without adapters of their own get these.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Conv3dMethod(Adapter):
 
 
 def _weight_and_bias(layer: Any) -> tuple[Any, Any] | None:
-    """The parameters of a layer as torch made it; None where something stands before them.
-
-    Looked up where they are. By attribute Python finds them last, 0.37 us each: that pays for what a layer
-    asks before it runs torch's function (`worth`), so that it takes no longer than torch's own layer.
+    """The parameters of a layer, if they are plain parameters of it; None where they were replaced, as by
+    parametrisations. They are read from the module's dict: an attribute look-up takes 0.37 us each. What that
+    saves pays for the checks (`worth`) before torch's function, so that a routed layer takes no longer than
+    torch's own.
     """
     held = layer.__dict__
     if "_conv_forward" in held or "weight" in held or "bias" in held:
@@ -174,13 +174,14 @@ def _has_the_forward_of(layer: type[nn.Module], instance: nn.Module) -> bool:
 
 
 def _attends_by_itself(module: nn.Module) -> bool:
-    """By its name, and because neither a processor nor a module inside does it."""
+    """Whether a module computes attention in its own forward: it is named so, and has neither a processor nor
+    such a module inside."""
     inside = any("Attention" in type(inner).__name__ for inner in module.modules() if inner is not module)
     return "Attention" in type(module).__name__ and not inside and not hasattr(module, "processor")
 
 
 def _own_code(instance: Any, layer: type, name: str) -> Iterable[str]:
-    """Of classes derived from torch's: what they compute is theirs."""
+    """Why a class derived from torch's layer cannot be routed: it has a forward of its own."""
     for own in (name, "__getattr__"):
         if getattr(type(instance), own) is not getattr(layer, own):
             yield f"a {own} of its own, this adapter needs that of {layer.__qualname__}"

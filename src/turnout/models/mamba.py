@@ -3,8 +3,7 @@ bound to turnout's.
 
 These models find their convolution and their scan among the globals of their module, under the names of the
 packages that have fast ones. A patched mixer runs the same code with other globals; the module keeps its own.
-A step of decoding is bound by the host: Mamba's has a forward of its own, six launches where the stock one
-has fifty.
+A step of decoding is limited by the host, so Mamba's has its own forward, with six launches instead of fifty.
 """
 
 from __future__ import annotations
@@ -138,8 +137,8 @@ def _is_stock(owner: type) -> bool:
 
 
 def rebound(forward: Callable[..., Any], *, frozen: bool = False) -> Callable[..., Any] | None:
-    """A mixer's own forward with FUNCTIONS among its globals, its decorators kept; None where it knows none
-    of them.
+    """A mixer's forward with FUNCTIONS among its globals, and its decorators; None where it uses none of
+    them.
     """
     rebinding = Rebinder(lambda name, value: FUNCTIONS.get(name), follow=False, frozen=frozen).rebind(forward)
     return None if rebinding is None else rebinding.function

@@ -113,16 +113,16 @@ def take_front(instance: Any) -> tuple[type, dict[str, Any]] | None:
 
 
 def _reduce_without_front(self: Any, protocol: Any) -> Any:
-    """Copies and pickles are not distributed."""
+    """Copy and pickle an instance without its front: copies are not distributed."""
     twin = object.__new__(type(self).__bases__[1])
     twin.__dict__ = self.__dict__
     return twin.__reduce_ex__(protocol)
 
 
 def undo(instance: Any, adapters: Container[type] | None = None) -> bool:
-    """Give an instance its own class, and its weight the old place in memory, back; False where it has it.
+    """Give an instance its own class back, and its weight its old layout; False where it was not patched.
 
-    adapters: take off no more than one of these, if it is the foremost.
+    adapters: remove only the foremost adapter, and only if it is one of these.
     """
     patch = patched(instance)
     if patch is None or (adapters is not None and patch.adapter not in adapters):
@@ -139,10 +139,7 @@ def undo(instance: Any, adapters: Container[type] | None = None) -> bool:
 
 
 def _without(cls: type) -> type:
-    """A class without the adapter in it.
-
-    What has come in front of it since (FSDP, a parametrisation) stays.
-    """
+    """A class without its adapter. What was derived from it since (FSDP, a parametrisation) stays."""
     if "_turnout_patch" in vars(cls):
         return cls._turnout_patch.base  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(cls, "_turnout_patch"):
@@ -217,12 +214,11 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
 
 
 class _Alike(type):
-    """A class that equals the one it was made of, and hashes as that one does.
+    """A metaclass whose classes equal the class they were made of, and hash like it.
 
-    diffusers tells processors apart by `processor.__class__ in CROSS_ATTENTION_PROCESSORS`, by tables from a
-    class to what it needs of
-    one, and so do others: they find what they find of a stock model. Not while torch.compile traces: it looks
-    for a class in the order of its parents by `==`.
+    diffusers tells processors apart by `processor.__class__ in CROSS_ATTENTION_PROCESSORS`, by tables with
+    classes as keys, and so do others: with this they treat patched instances as stock ones. Not while
+    torch.compile traces: it searches for a class among its bases by `==`.
     """
 
     def __eq__(cls, other: object) -> bool:
@@ -235,7 +231,7 @@ class _Alike(type):
 
 
 def _made_of(cls: type) -> type:
-    """The class behind what was put in front of it; a class that others made of a patched one is kept."""
+    """The class before it was patched; a class that others derived from a patched one is returned itself."""
     while "_turnout_patch" in vars(cls) or "_turnout_front" in vars(cls):
         cls = cls.__bases__[1]
     return cls
@@ -260,9 +256,8 @@ def methods_of(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
 def _where_bare(
     inside: Inside, method: Callable[..., Any], stock: Callable[..., Any], *, of_argument: bool
 ) -> Callable[..., Any]:
-    """The method while all modules that it reads past are bare, else the stock one.
-
-    Attention processors are given the module.
+    """Runs the method while all modules whose weights it reads are bare, else the stock method. The module is
+    an argument of attention processors.
     """
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,12 @@
-"""Run a stock function with other globals: what it finds under a name is ours, and nothing else changes.
+"""Run a stock function with changed globals: some names lead to functions of turnout, and nothing else
+changes.
 
 A model reaches an op through names: `F.scaled_dot_product_attention`, a helper of its module, a table of
 attention functions, a function that a decorator keeps in its closure. `rebind` follows them from the code of
 a function and makes a copy of it in which they lead to something else. No module and no class is written to.
 
-Every global that was not replaced is looked up in the function's own module at every call, so whoever assigns
-one later is heard. What was replaced is watched: a copy is current as long as all of that is what it was
+Every other global is looked up in the function's own module at every call, so later assignments to it take
+effect. Replaced names are watched: a copy is current as long as the originals have not changed
 (`is_current`).
 """
 
@@ -24,7 +25,7 @@ _LARGEST_TABLE = 256  # entries of a table of functions
 
 
 class Watched(NamedTuple):
-    """A name that was replaced, where it stands, and what it was then."""
+    """A name that was replaced, its scope, and its value at that time."""
 
     scope: Mapping[str, Any]
     name: str
@@ -38,7 +39,7 @@ class Watched(NamedTuple):
 
 
 class Rebound:
-    """A function with other globals, and all that this rests on."""
+    """A function with changed globals, and the names it depends on."""
 
     def __init__(self, stock: Callable[..., Any], function: Callable[..., Any], watched: Sequence[Watched]):
         self.stock, self.function, self.watched = stock, function, tuple(watched)
@@ -154,8 +155,7 @@ class Rebinder:
 
 
 class Table:
-    """Stands before an object that hands out functions, a dict or a registry: those it hands out are
-    rebound."""
+    """Wraps an object that returns functions, a dict or a registry, and rebinds those it returns."""
 
     def __init__(self, stock: Any, rebinder: Rebinder):
         self._stock, self._rebinder = stock, rebinder

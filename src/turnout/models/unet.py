@@ -1,8 +1,8 @@
 """Transformer blocks of U-Nets: the functions of their layers, called without their modules.
 
 diffusers' `BasicTransformerBlock` calls 20 modules, and each of its two attentions looks up the signature of
-its processor. On a GPU the host of a U-Net takes longer for that than the card for the work. The functions,
-and their order, are those of the stock block: so are its bits.
+its processor. For a U-Net that takes more host time than the kernels take on a GPU. The functions and their
+order are those of the stock block, so the results are the same bit for bit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Attention(NamedTuple):
 
 
 class _Layers(NamedTuple):
-    """What a block reads past."""
+    """The layers of a block whose weights are read without calling them."""
 
     norms: tuple[_Layer | None, ...]
     attentions: tuple[_Attention | None, ...]
@@ -124,7 +124,8 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 
 def _attended(attention: Any, x: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor:
-    """What attention adds to x `[B, S, C]`; of the processor that the user chose, where it is another one."""
+    """The output of attention, to be added to x `[B, S, C]`; computed by the user's processor where it is
+    another one."""
     attn, products = attention
     if (
         products is None
@@ -155,7 +156,7 @@ def _fed_forward(layers: Any, x: Tensor) -> Tensor:
 
 
 def _is_plain(processor: type) -> bool:
-    """Whether a class of processors computes what stands above: the stock one, ours in front of it too."""
+    """Whether a class of processors computes what the code above does: the stock class, patched or not."""
     patch: Any = vars(processor).get("_turnout_patch")
     return _is_stock(processor) if patch is None else patch.adapter is AttentionProcessor
 
@@ -167,7 +168,7 @@ def _is_stock(processor: type) -> bool:
 
 
 def _layers(block: Any) -> _Layers | None:
-    """The layers of a block; None where it has others than it was made with."""
+    """The layers of a block; None where some were replaced."""
     attentions = (block.attn1, block.attn2)
     norms = (block.norm1, block.norm2, block.norm3)
     net = list(block.ff.net)
@@ -190,7 +191,7 @@ def _layers(block: Any) -> _Layers | None:
 
 
 def _products(attn: Any) -> tuple[_Layer, _Layer, _Layer, _Layer] | None:
-    """The products of an attention; None where there is more to it."""
+    """The matrix products of an attention; None where it computes more than those."""
     more = (attn.spatial_norm, attn.group_norm, attn.norm_q, attn.norm_k, attn.norm_cross)
     products = (attn.to_q, attn.to_k, attn.to_v, attn.to_out[0])
     if any(each is not None for each in more) or len(attn.to_out) != 2 or not _are(nn.Linear, *products):

@@ -38,14 +38,14 @@ def norm(norm: Any, x: Tensor, *, silu: bool = True, out: Tensor | None = None) 
 
 
 def padding_of(conv: Any) -> tuple[int, int]:
-    """Of rows and columns."""
+    """The padding of rows and columns."""
     return conv._padding[2], conv._padding[0]
 
 
 def convolve_with_cache(
     conv: Any, x: Tensor, feat_cache: list | None, feat_idx: list[int], residual: Tensor | None = None
 ) -> Tensor:
-    """One convolution behind its own entry of the stock model's list."""
+    """A causal convolution, with its entry of the stock model's list as cache."""
     slot = feat_idx[0]
     cache = None if feat_cache is None else feat_cache[slot]
     y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=padding_of(conv), residual=residual)
@@ -91,8 +91,8 @@ class CausalConv(Adapter):
 
 @lru_cache(1024)
 def _padded_layout(shape: Any, strides: Any, cache: Any, padding: tuple[int, ...]) -> tuple[Any, Any]:
-    """Shape and strides that concatenation and padding would give: a convolution of another layout is not the
-    same bit for bit.
+    """The shape and strides that concatenation and padding would give: in another layout the convolution
+    would differ in some bits.
     """
     x = torch.empty_strided(shape, strides, device="meta")
     pads = list(padding)
@@ -124,7 +124,7 @@ class ResidualBlock(Adapter):
         return convolve_with_cache(self.conv2, x, feat_cache, feat_idx, residual)
 
     def _in_ring(self: Any, x: Tensor, ring: Ring, feat_idx: list[int]) -> Tensor:
-        """One frame, where the ring keeps those before it."""
+        """The block for one frame; the ring keeps the frames before it."""
         feat_idx[0] += 2
         norm(self.norm1, x, out=ring.place())
         y = ring.convolve(self.conv1, padding_of(self.conv1))

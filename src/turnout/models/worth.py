@@ -1,12 +1,12 @@
 """Which calls of a routed layer are torch's own, because no route is worth its host time there.
 
-To ask the router takes a host `ASKING_US` per call, whatever the answer. Where a route gains less than that,
-by the estimates and measured times that choose routes, the layer runs torch's own function, and so do all its
-later calls like that one. What a layer has learned is a comparison away, and its own code gives the host the
-time for that back (`layers`): it takes no longer than torch's layer. Nothing is measured at run time.
+Asking the router takes `ASKING_US` of host time per call, whatever the answer. Where a route gains less than
+that, by the estimates and measured times that choose routes, the layer runs torch's own function, now and for
+all later calls like this one. Looking that up takes one comparison, and reading parameters faster than
+torch's layer does (`layers`) makes up for it. Nothing is measured at run time.
 
-What is remembered can be wrong in one way only: torch runs where a route would have been faster. It is
-forgotten with the choices of the op: a table changed, a route failed, somebody watches the calls.
+A cached answer can be wrong in one way only: torch runs where a route would have been faster. Answers are
+dropped with the dispatch caches: when a table changes, a route fails, or calls are watched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _entered, _grad_enabled = settings.entered.get, torch.is_grad_enabled
 
 
 class _Learned:
-    """Of one layer the kinds of calls that are torch's, and those that are not."""
+    """The kinds of calls of one layer that torch takes, and those that take a route."""
 
     def __init__(self, layer: Any, op: Op):
         gone = id(layer)
@@ -59,10 +59,7 @@ def _kind(x: Tensor) -> tuple:
 
 
 def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
-    """Whether a layer's call with x is torch's; None where it has not learned that.
-
-    Not for graphs that are compiled.
-    """
+    """Whether torch takes a layer's call with x; None where that is not known. Not for compiled graphs."""
     learned = _learned.get(id(layer))
     if learned is None or type(x) not in _PLAIN:
         return None
@@ -90,7 +87,7 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
 
 
 def knows_call(layer: Any, op: Op, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether it was remembered of a layer that such calls are torch's."""
+    """Whether it is cached for a layer that torch takes such calls."""
     learned = _learned.get(id(layer))
     return (
         learned is not None
@@ -101,7 +98,7 @@ def knows_call(layer: Any, op: Op, args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def remember(layer: Any, op: Op, kind: tuple, *, routed: bool = False) -> None:
-    """That such calls of a layer are torch's, or take a route."""
+    """Cache for a layer whether torch takes such calls."""
     learned = _learned.get(id(layer))
     if learned is None or learned.mark is not op.dispatch_cache.get(_WORTH) or learned.call is not op.call:  # pyright: ignore[reportArgumentType, reportCallIssue]
         learned = _learned[id(layer)] = _Learned(layer, op)
@@ -127,7 +124,7 @@ def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
 
 
 def _pays(op: Op, lowered: tuple) -> bool:
-    """Whether an op gains more than its host time by a route; remembered for all layers with such calls."""
+    """Whether a route of the op gains more than its host time; cached for all layers with such calls."""
     facts = tuple(
         (x.shape, x.stride(), x.dtype, x.requires_grad)
         if isinstance(x, Tensor)
@@ -147,7 +144,7 @@ def _pays(op: Op, lowered: tuple) -> bool:
 
 
 def gains(verdict: Verdict) -> bool:
-    """Whether what was chosen gains more than it costs the host to ask; a pin always does.
+    """Whether the chosen route gains more than the host time of asking; a pin always does.
 
     >>> import torch, turnout
     >>> x, weight = torch.ones(1, 2, 4, 4), torch.ones(2, 2, 1, 1)
@@ -161,6 +158,6 @@ def gains(verdict: Verdict) -> bool:
 
 
 def forget(layers: Any) -> None:
-    """Drop what these have learned."""
+    """Drop what is cached for these layers."""
     for layer in layers:
         _learned.pop(id(layer), None)
