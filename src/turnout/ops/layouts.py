@@ -1,6 +1,4 @@
-"""How tensors lie in memory, said in few numbers: what kernels of several ops ask of sizes, strides and
-addresses.
-"""
+"""Layouts of tensors in few numbers: sizes, strides and alignment, for kernels of several ops."""
 
 from __future__ import annotations
 

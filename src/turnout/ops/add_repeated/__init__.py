@@ -1,4 +1,4 @@
-"""add_repeated: the shortcut of an upsampling block, added where it lands and never built."""
+"""add_repeated: add the shortcut of an upsampling block to its output, without repeating it in memory."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def check(y: Tensor, x: Tensor, times: Sequence[int]) -> None:
 
 
 def picks_of(before: int, after: int, times: Sequence[int]) -> tuple[int, int, int] | None:
-    """From how many of x's channels the repeats along each axis are taken in turn; None where that does not
-    come out.
+    """How many of x's channels supply the repeats along each axis; None where the numbers do not fit
+    together.
 
     >>> picks_of(8, 8, (2, 2, 2)), picks_of(8, 4, (1, 2, 2)), picks_of(6, 2, (2, 2, 2))
     ((1, 1, 1), (1, 2, 1), None)
@@ -106,7 +106,7 @@ def side_by_side(problem: AddRepeated) -> bool:
 
 
 def family(problem: AddRepeated) -> tuple[tuple, int]:
-    """Problems that differ in frames, rows and columns only, and the number of y's pixels."""
+    """Problems that differ in frames, rows and columns only share a family; the size is y's pixels."""
     channels = problem.shape[1]
     kept = problem.shape[2] // max(problem.x_shape[2], 1)
     same = (channels, problem.x_shape[1], kept, problem.times, side_by_side(problem), problem.dtype)

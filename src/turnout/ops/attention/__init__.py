@@ -1,6 +1,4 @@
-"""attention: softmax(q k^T * scale) v, as scaled_dot_product_attention has it, with padded keys that cost
-nothing.
-"""
+"""attention: softmax(q k^T * scale) v, torch's scaled_dot_product_attention; padded keys cost nothing."""
 
 from __future__ import annotations
 
@@ -118,9 +116,8 @@ def heads_inside(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def like_queries(out: Tensor, q: Tensor) -> Tensor:
-    """Copy values if they have gaps, to [B, S, H, D] in memory where q is, else to [B, H, S, D].
-
-    No copy where it is so already.
+    """Make values dense: [B, S, H, D] in memory where q is so, else [B, H, S, D]. No copy where they are so
+    already.
     """
     return with_strides(out, strides_like_queries(out.shape, q))
 
@@ -150,7 +147,7 @@ def reference(
     kv_lengths: Tensor | None,
     lengths: list[int],
 ) -> Tensor:
-    """torch's own attention, with a mask for what does not count. Queries that see no key give zero."""
+    """torch's own attention, with a mask for padded keys. Queries that attend to no key give zero."""
     short = q.is_cpu and 0 < k.shape[2] < _VECTOR
     if mask is None and kv_lengths is None and not lengths and not short and not _written_down(q, k, v, mask):
         return like_queries(_by_torch(q, k, v, None, causal, scale), q)
@@ -213,8 +210,8 @@ def _attend(
 
 
 def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """In float64, which others are held against: what a query does not see does not matter. torch adds -inf
-    to its score, which is NaN where that is infinite. As in torch, a query whose scores are all -inf gives
+    """In float64, the reference for errors, masked keys have no influence at all. torch adds -inf to their
+    scores, which gives NaN where a score is infinite. As in torch, a query whose scores are all -inf gives
     zero."""
     shared = k.shape[1], q.shape[1] // k.shape[1]  # heads that share keys
     scores = (q.unflatten(1, shared) @ k.unsqueeze(2).transpose(3, 4)).flatten(1, 2) * scale
@@ -228,7 +225,7 @@ def _with_care(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> T
 
 
 def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch has no fused kernel for this call and would write down all scores."""
+    """Whether torch has no fused kernel for this call, and would store all scores."""
     if q.is_cuda:
         grouped = q.shape[1] != k.shape[1] and (mask is not None or q.shape[3] > 256)
         return q.dtype is torch.float64 or grouped
@@ -236,9 +233,7 @@ def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
-    """All queries, unless their scores would be written down: then as many as keep the memory for that
-    bounded.
-    """
+    """How many queries to take at once: all, or fewer to bound the memory of scores where these are stored."""
     batch, heads, rows, _ = q.shape
     if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
         return rows
@@ -247,8 +242,8 @@ def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
 
 
 def work(problem: Attention) -> Work:
-    """q, k, v read once, the output written once, two products a score; of keys that the host knows not to
-    count nothing.
+    """q, k, v read once, the output written once, two products a score; keys known to be padding count
+    nothing.
     """
     queries = problem.batch * problem.heads * problem.rows
     keys = problem.batch * problem.kv_heads * problem.keys * problem.share // 100
@@ -258,7 +253,8 @@ def work(problem: Attention) -> Work:
 
 
 def family(problem: Attention) -> tuple[tuple, int]:
-    """Problems that differ in their length only, and a little in how much of it counts; and that length."""
+    """Problems that differ in length only, and a little in the share of padding, have one family; the size is
+    the length."""
     square = problem.rows == problem.keys
     packed = all(strides[3] == 1 for strides in problem.strides)
     without_sizes = problem._replace(

@@ -90,9 +90,8 @@ def dense(y: Tensor, last: bool) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """The inputs of one call as its outputs use them.
-
-    All positions in float32 (float64 for float64), and the sequence that each belongs to.
+    """The inputs of one call as its outputs use them: all positions in float32 (float64 for float64), and the
+    sequence of each position.
     """
 
     line: Tensor  # [batch, dim, reach + length], x after `reach` positions of initial states or zeros
@@ -277,7 +276,7 @@ def work(problem: CausalConv1d) -> Work:
 
 
 def family(problem: CausalConv1d) -> tuple[tuple, int]:
-    """What problems share that differ only in their length, and that length."""
+    """Problems that differ in length only share a family; the size is the length."""
     strides = problem.strides if problem.layout == "strided" else ()
     without_sizes = problem._replace(length=0, strides=strides, sequences=min(problem.sequences, 1))
     return (problem.layout, *without_sizes), problem.length

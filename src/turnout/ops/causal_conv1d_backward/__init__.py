@@ -89,8 +89,8 @@ def reference(
 
 
 def _through_taps(seen: Seen, grad: Tensor, taps: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the line, and of the states where these are not part of it: each tap hands its share to
-    what it saw.
+    """Gradients of the line, and of the states where these are not part of it: each tap adds its share to the
+    inputs it multiplied.
     """
     dline, dstates = torch.zeros_like(seen.line), None
     packed_states = seen.states if seen.cu_seqlens is not None else None
@@ -138,7 +138,7 @@ def work(problem: CausalConv1dBackward) -> Work:
 
 
 def family(problem: CausalConv1dBackward) -> tuple[Any, int]:
-    """What problems share that differ only in their length, and that length."""
+    """Problems that differ in length only share a family; the size is the length."""
     without_sizes, size = forward_family(problem.call)
     return (without_sizes, problem.grad_strides == problem.call.strides), size
 

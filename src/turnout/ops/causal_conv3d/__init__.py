@@ -150,7 +150,7 @@ def work(problem: CausalConv3d) -> Work:
 
 
 def family(problem: CausalConv3d) -> tuple:
-    """What problems share that differ only in frames, rows and columns, and the output's number of pixels."""
+    """Problems that differ in frames, rows and columns only share a family; the size: the output's pixels."""
     if problem.invalid() is not None:
         return problem, 0
     without_sizes, pixels = costs.family(problem.padded)

@@ -1,4 +1,4 @@
-"""Convolutions by other means, in plain torch.
+"""Methods of convolution in plain torch.
 
 Each gives the values; the layout of the result is whatever came out.
 """

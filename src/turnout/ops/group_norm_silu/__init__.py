@@ -59,7 +59,7 @@ class GroupNormSilu(NamedTuple):
 
 
 class GroupNormSiluInto(GroupNormSilu):
-    """The same, written into a tensor that is there already."""
+    """A call that writes into an existing tensor."""
 
     @staticmethod
     def of(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -154,7 +154,7 @@ def work(problem: GroupNormSilu) -> Work:
 
 
 class Positions(NamedTuple):
-    """What a kernel walks: `size` positions, `x_step` and `out_step` apart."""
+    """The positions a kernel loops over: `size` of them, `x_step` and `out_step` elements apart."""
 
     size: int
     x_step: int
@@ -162,7 +162,7 @@ class Positions(NamedTuple):
 
 
 def positions(shape: Sequence[int], strides: Sequence[int], out_strides: Sequence[int]) -> Positions | None:
-    """All dimensions but batch and channels as one; None where they do not fold."""
+    """All dimensions but batch and channels folded into one; None where they cannot be."""
     sizes, (x, out) = folded(shape[2:], strides[2:], out_strides[2:])
     return None if len(sizes) > 1 else Positions(sizes[0], x[0], out[0]) if sizes else Positions(1, 1, 1)
 
@@ -244,7 +244,7 @@ def layout(problem: GroupNormSilu) -> Literal["rows", "gapped-rows", "planes", "
 
 
 def family(problem: GroupNormSilu) -> tuple[tuple, int]:
-    """Problems that differ in the number of positions only, and that number."""
+    """Problems that differ in the number of positions only share a family; the size is that number."""
     batch, channels, *_ = problem.shape
     kind, dense = layout(problem), problem.strides == problem.out_strides
     if kind == "gapped-rows":  # x may have gaps too, which is another kernel
