@@ -102,7 +102,7 @@ class Kept(list):
             self.rings[block] = Ring(2 * len(block.resnets), like, self.arranged)
         return self.rings[block]
 
-    def settle(self, one_by_one: bool) -> bool:
+    def decide_one_by_one(self, one_by_one: bool) -> bool:
         if self.one_by_one not in (None, one_by_one):
             was, now = ("one by one" if x else "two by two" for x in (self.one_by_one, one_by_one))
             raise RuntimeError(

@@ -93,7 +93,7 @@ class Decoder(Adapter):
             for i in range(start, len(stages)):
                 run, block, grows, growth = stages[i]
                 large = block is not None and are_large(pixels_of_frame(x) * grows, x.device)
-                alone = large and rings is not None and rings.settle(plain)
+                alone = large and rings is not None and rings.decide_one_by_one(plain)
                 most = 1 if alone else PIECE
                 # those that wait do so in memory of their own: a view would keep all of x
                 if several is not None:

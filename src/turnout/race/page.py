@@ -143,8 +143,8 @@ def _likeness(lane: Lane) -> tuple[str, str, str]:
     return _decibels(lane.psnr), _decibels(lane.psnr_stock), errors
 
 
-def _tile(name: str, value: str, note: str, mood: str = "") -> dict[str, str]:
-    return {"name": name, "value": value, "note": note, "mood": mood}
+def _tile(name: str, value: str, note: str, rating: str = "") -> dict[str, str]:
+    return {"name": name, "value": value, "note": note, "rating": rating}
 
 
 def _tiles(race: Race) -> list[dict[str, str]]:
@@ -156,9 +156,9 @@ def _tiles(race: Race) -> list[dict[str, str]]:
     before, after = (f"{in_ms(lane.ms)} {PLUS_MINUS} {in_ms(lane.spread)}" for lane in (stock, fast))
     rounds = f"{len(fast.samples)} rounds, {low:.2f}{TIMES} to {high:.2f}{TIMES}"
     note = f"{race.verdict}: {before} {ARROW} {after} ms; {rounds}"
-    mood = {"faster": "good", "slower": "bad"}.get(race.verdict, "")
+    rating = {"faster": "good", "slower": "bad"}.get(race.verdict, "")
     return [
-        _tile("Speed", f"{race.speedup:.2f}{TIMES}", note, mood),
+        _tile("Speed", f"{race.speedup:.2f}{TIMES}", note, rating),
         _memory_tile("Memory beside the weights", stock, fast),
         _likeness_tile("Likeness to float32 (PSNR)", race, stock, fast),
     ]
@@ -168,9 +168,9 @@ def _memory_tile(name: str, stock: Lane, fast: Lane) -> dict[str, str]:
     if stock.peak_mib is None or fast.peak_mib is None:
         return _tile(name, DASH, "not counted on a CPU")
     change = fast.peak_mib / stock.peak_mib - 1 if stock.peak_mib else 0.0
-    mood = "good" if change < -SAME else "bad" if change > SAME else ""
+    rating = "good" if change < -SAME else "bad" if change > SAME else ""
     value = f"{100 * change:+.0f} %".replace("-", MINUS)
-    return _tile(name, value, f"{_mib(stock)} {ARROW} {_mib(fast)} MiB at the peak", mood)
+    return _tile(name, value, f"{_mib(stock)} {ARROW} {_mib(fast)} MiB at the peak", rating)
 
 
 def _likeness_tile(name: str, race: Race, stock: Lane, fast: Lane) -> dict[str, str]:
