@@ -284,22 +284,29 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--size", default="full", help="of races: tiny and small are for trying this out")
     parser.add_argument("--again", action="store_true", help="try steps that failed once more")
     parser.add_argument("--list", action="store_true", help="print the steps, and end")
-    parser.add_argument("--summary", action="store_true", help="print what became of targets, and end")
+    parser.add_argument("--summary", action="store_true", help="print which targets are reached, and end")
     parser.add_argument("--card", help="with --summary: by name, h200 say, where it is not here")
     parser.add_argument("--commit", help="with --summary: of rows of that code")
-    given = parser.parse_args(words)
+    arguments = parser.parse_args(words)
     settings = Settings(
-        given.out.resolve(), given.device, given.step, given.budget, given.processes, given.size
+        arguments.out.resolve(),
+        arguments.device,
+        arguments.step,
+        arguments.budget,
+        arguments.processes,
+        arguments.size,
     )
-    if given.list:
+    if arguments.list:
         for step in steps(settings):
             print(f"{step.name:40} python {' '.join(step.words)}")
         return 0
-    if given.summary:
+    if arguments.summary:
         from turnout.routing.device import Device
 
-        folder = settings.folder if given.card is None else settings.out / Device.named(given.card).slug
-        show(folder, given.commit)
+        folder = (
+            settings.folder if arguments.card is None else settings.out / Device.named(arguments.card).slug
+        )
+        show(folder, arguments.commit)
         return 0
     if missing := missing_packages():
         for reason in missing:
@@ -310,7 +317,7 @@ def main(words: Sequence[str]) -> int:
 
     from turnout.bench.sweep import commit
 
-    if _device(given.device).type == "cuda" and not torch.cuda.is_available():
+    if _device(arguments.device).type == "cuda" and not torch.cuda.is_available():
         print("error: this machine has no CUDA GPU; --device cpu --size tiny tries the steps without one")
         return 2
     if commit() is None:
@@ -320,7 +327,7 @@ def main(words: Sequence[str]) -> int:
         for reason in broken:
             print(f"error: {reason}")
         return 2
-    left = measure(settings, given.again)
+    left = measure(settings, arguments.again)
     show(settings.folder)
     return int(left > 0)
 

@@ -109,10 +109,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         library(Path(folder))
-        where = {"TRITON_LIBCUDA_PATH": folder, "LD_LIBRARY_PATH": folder, "TRITON_CACHE_DIR": folder}
+        environment = {"TRITON_LIBCUDA_PATH": folder, "LD_LIBRARY_PATH": folder, "TRITON_CACHE_DIR": folder}
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, __file__, "measure"]
-        subprocess.run(command, env={**os.environ, **where, "PYTHONPATH": path}, check=True)
+        subprocess.run(command, env={**os.environ, **environment, "PYTHONPATH": path}, check=True)
 
 
 if __name__ == "__main__":

@@ -124,8 +124,8 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     recorder = config.stash.get(_KEY, None)
-    told = getattr(config, "workerinput", {}).get("known_tests", ())
-    known = set(told if recorder is None else recorder.known)
+    sent = getattr(config, "workerinput", {}).get("known_tests", ())
+    known = set(sent if recorder is None else recorder.known)
     dropped = [item for item in items if item.nodeid in known]
     if dropped:
         items[:] = [item for item in items if item.nodeid not in known]

@@ -62,10 +62,10 @@ def direct_launcher(kernel: Any, argument_count: int) -> DirectLauncher:
         or getattr(owner, "gsan_enabled", False)
     ):
         return DirectLauncher(kernel, None)
-    how = (kernel.function, owner.launch_cooperative_grid, owner.launch_pdl)
+    fixed = (kernel.function, owner.launch_cooperative_grid, owner.launch_pdl)
     if kind == ONE_BY_ONE:
         before = (
-            *how,
+            *fixed,
             None,
             None,
             kernel.packed_metadata,
@@ -82,7 +82,7 @@ def direct_launcher(kernel: Any, argument_count: int) -> DirectLauncher:
     from triton import runtime
 
     before = (
-        *how,
+        *fixed,
         kernel.packed_metadata,
         None,
         None,

@@ -121,7 +121,7 @@ class _Watch:
         self.bare = all_known and pads and not any(map(_shadowed, self.modules))
         self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
         self.any_dtype = inside.any_dtype
-        self.made: dict[Any, Any] = {}
+        self.cached: dict[Any, Any] = {}
 
     def changed(self) -> bool:
         held = list(_everything(map(dict.values, self.dicts)))
@@ -161,9 +161,9 @@ def remembered(root: nn.Module, inside: Inside, make: Callable[[Any], Any]) -> A
     watch = _watches.get((id(root), id(inside)))
     if watch is None or watch.root() is not root:
         return make(root)
-    if make not in watch.made:
-        watch.made[make] = make(root)
-    return watch.made[make]
+    if make not in watch.cached:
+        watch.cached[make] = make(root)
+    return watch.cached[make]
 
 
 def forget(modules: Iterable[object]) -> None:

@@ -67,8 +67,8 @@ def joined_products(first: Any, x: Tensor, second: Any, y: Tensor) -> Tensor:
     if x.shape[0] != 1 or not (direct(x, first) and direct(y, second)):
         return torch.cat([first(x), second(y)], 1)
     out = x.new_empty(1, x.shape[1] + y.shape[1], first.weight.shape[0])
-    for layer, given, into in ((first, x, out[0, : x.shape[1]]), (second, y, out[0, x.shape[1] :])):
-        torch.addmm(layer.bias, given[0], layer.weight.t(), out=into)
+    for layer, parameter, into in ((first, x, out[0, : x.shape[1]]), (second, y, out[0, x.shape[1] :])):
+        torch.addmm(layer.bias, parameter[0], layer.weight.t(), out=into)
     return out
 
 
@@ -339,9 +339,7 @@ class WanBlock(Adapter):
             ops.layer_norm_modulate(x, scale, shift, eps=self.norm1.eps), None, None, rotary_emb
         )
         if isinstance(self.norm2, nn.LayerNorm):
-            weight, bias = (
-                None if given is None else given.float() for given in (self.norm2.weight, self.norm2.bias)
-            )
+            weight, bias = (None if p is None else p.float() for p in (self.norm2.weight, self.norm2.bias))
             normed, x = ops.layer_norm_modulate(
                 attended, weight=weight, bias=bias, eps=self.norm2.eps, residual=x, gate=gate
             )

@@ -96,8 +96,8 @@ class FluxProcessor(RoutedProcessor):
         joint = encoder_hidden_states is not None
         q_norms = (attn.norm_added_q, attn.norm_q) if joint else (attn.norm_q,)
         k_norms = (attn.norm_added_k, attn.norm_k) if joint else (attn.norm_k,)
-        how = _norm(*q_norms, *k_norms, x=hidden_states)
-        if how is None or image_rotary_emb is None:
+        norm_options = _norm(*q_norms, *k_norms, x=hidden_states)
+        if norm_options is None or image_rotary_emb is None:
             return self._routed_stock(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
@@ -115,7 +115,7 @@ class FluxProcessor(RoutedProcessor):
             k_weight=_weights(*k_norms),
             pairing="interleaved",
             out_layout="bshd",
-            **how,
+            **norm_options,
         )
         attended = _attend(self, q, k, v, attention_mask)
         if not joint:
@@ -139,9 +139,9 @@ class QwenImageProcessor(RoutedProcessor):
         image_rotary_emb: Any = None,
     ) -> Any:
         norms = (attn.norm_added_q, attn.norm_q, attn.norm_added_k, attn.norm_k)
-        how = _norm(*norms, x=hidden_states)
+        norm_options = _norm(*norms, x=hidden_states)
         if (
-            how is None
+            norm_options is None
             or image_rotary_emb is None
             or encoder_hidden_states is None
             or attention_mask is not None
@@ -159,7 +159,7 @@ class QwenImageProcessor(RoutedProcessor):
         turns = torch.cat([image_rotary_emb[1], image_rotary_emb[0]])  # complex, [text and image, D/2]
         q, k = ops.norm_rope_qk(
             q, k, turns, None, q_weight=_weights(*norms[:2]), k_weight=_weights(*norms[2:]),
-            pairing="interleaved", out_layout="bshd", **how,
+            pairing="interleaved", out_layout="bshd", **norm_options,
         )  # fmt: skip
         mask = None
         if encoder_hidden_states_mask is not None:
@@ -183,10 +183,10 @@ class WanProcessor(RoutedProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Tensor:
-        how = _norm(attn.norm_q, attn.norm_k, x=hidden_states)
-        if how is None or attn.add_k_proj is not None:
+        norm_options = _norm(attn.norm_q, attn.norm_k, x=hidden_states)
+        if norm_options is None or attn.add_k_proj is not None:
             return self._routed_stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        how |= {"across_heads": True, "out_layout": "bshd"}
+        norm_options |= {"across_heads": True, "out_layout": "bshd"}
         q, k, v = self._qkv(attn, hidden_states, encoder_hidden_states)
         if rotary_emb is not None:
             cos, sin = rotary_emb
@@ -198,11 +198,11 @@ class WanProcessor(RoutedProcessor):
                 q_weight=attn.norm_q.weight,
                 k_weight=attn.norm_k.weight,
                 pairing="interleaved",
-                **how,
+                **norm_options,
             )
         else:
-            q = ops.norm_rope(q, weight=attn.norm_q.weight, **how)
-            k = ops.norm_rope(k, weight=attn.norm_k.weight, **how)
+            q = ops.norm_rope(q, weight=attn.norm_q.weight, **norm_options)
+            k = ops.norm_rope(k, weight=attn.norm_k.weight, **norm_options)
         return attn.to_out[1](attn.to_out[0](_attend(self, q, k, v, attention_mask)))
 
     def _qkv(self: Any, attn: Any, x: Tensor, context: Tensor | None) -> list[Tensor]:

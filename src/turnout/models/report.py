@@ -108,8 +108,8 @@ def _kinds(heading: str, entries: Iterable[Entry]) -> Iterator[str]:
 def _line(entry: Entry) -> str:
     if entry.adapter is None:
         return f"  {entry.path or 'model'} ({entry.name}) left alone: {'; '.join(entry.reasons)}"
-    how = f"done by {entry.within}" if entry.within else "fused" if entry.fused else "routed"
-    return f"  {entry.path or 'model'} ({entry.name}) {how}: {entry.adapter}"
+    manner = f"done by {entry.within}" if entry.within else "fused" if entry.fused else "routed"
+    return f"  {entry.path or 'model'} ({entry.name}) {manner}: {entry.adapter}"
 
 
 def weights_of(part: Any) -> Iterator[str]:

@@ -46,8 +46,8 @@ def warm(
 
     >>> import torch, turnout
     >>> norm = torch.nn.GroupNorm(8, 64)
-    >>> found = turnout.warm(norm, torch.empty(1, 64, 64, 64), device="h200", check=True)
-    >>> found.device
+    >>> warmed = turnout.warm(norm, torch.empty(1, 64, 64, 64), device="h200", check=True)
+    >>> warmed.device
     'NVIDIA H200'
     """
     begun = time.perf_counter()

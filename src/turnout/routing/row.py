@@ -156,47 +156,47 @@ def decode(op: Op, problem: Mapping[str, Any]) -> Any:
     return decoded
 
 
-def _decode(hint: Any, value: Any, where: str) -> Any:
-    """Convert the JSON value of a field to its type, `hint`. `where` names the field in errors."""
+def _decode(hint: Any, value: Any, field: str) -> Any:
+    """Convert the JSON value of a field to its type, `hint`. `field` names it in errors."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         choices = typing.get_args(hint)
         if value is None and type(None) in choices:
             return None
         for choice in choices:
             try:
-                return _decode(choice, value, where)
+                return _decode(choice, value, field)
             except Unreadable:
                 continue
-        raise _misfit(where, value, hint)
+        raise _misfit(field, value, hint)
     if typing.get_origin(hint) is typing.Literal:
         literals = typing.get_args(hint)
         if value not in literals or isinstance(value, bool) != isinstance(literals[0], bool):
-            raise _misfit(where, value, hint)
+            raise _misfit(field, value, hint)
         return value
     if hint is torch.dtype:
         dtype = getattr(torch, value, None) if isinstance(value, str) else None
         if not isinstance(dtype, torch.dtype):
-            raise _misfit(where, value, hint)
+            raise _misfit(field, value, hint)
         return dtype
     if hasattr(hint, "_fields"):  # a problem inside a problem
         hints = typing.get_type_hints(hint)
         if not isinstance(value, list) or len(value) != len(hint._fields):
-            raise _misfit(where, value, hint)
+            raise _misfit(field, value, hint)
         parts = zip(hint._fields, value, strict=True)
-        return hint(*(_decode(hints[name], part, f"{where}.{name}") for name, part in parts))
+        return hint(*(_decode(hints[name], part, f"{field}.{name}") for name, part in parts))
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, list):
-            raise _misfit(where, value, hint)
+            raise _misfit(field, value, hint)
         inner = typing.get_args(hint)
         kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) != len(value):
-            raise _misfit(where, value, hint)
-        return tuple(_decode(kind, part, where) for kind, part in zip(kinds, value, strict=True))
+            raise _misfit(field, value, hint)
+        return tuple(_decode(kind, part, field) for kind, part in zip(kinds, value, strict=True))
     allowed = (int, float) if hint is float else (hint,)
     if type(value) not in allowed or (type(value) is int and value.bit_length() > 63):
-        raise _misfit(where, value, hint)
+        raise _misfit(field, value, hint)
     return value
 
 
-def _misfit(where: str, value: Any, hint: Any) -> Unreadable:
-    return Unreadable(f"{where} is {brief(value)}, it needs to be {getattr(hint, '__name__', hint)}")
+def _misfit(field: str, value: Any, hint: Any) -> Unreadable:
+    return Unreadable(f"{field} is {brief(value)}, it needs to be {getattr(hint, '__name__', hint)}")

@@ -41,7 +41,7 @@ def plan(
     (batch, size, frames, *_), (_, before, own_frames, height, width) = shapes
     picks, kept = picks_of(before, size, times), frames // own_frames
     assert picks is not None
-    steps = [stride for given in strides for stride in (given[0], *given[2:])]
+    steps = [stride for operand_strides in strides for stride in (operand_strides[0], *operand_strides[2:])]
     constants = {
         "V": widest_vector(itemsize, off, size, *steps),
         "BP": pixels,

@@ -233,7 +233,7 @@ def _written_down(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def _rows_at_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
-    """How many queries to take at once: all, or fewer to bound the memory of scores where these are stored."""
+    """How many queries to take at once: all, or fewer where scores are stored, to bound their memory."""
     batch, heads, rows, _ = q.shape
     if not _written_down(q, k, v, mask) or not isinstance(rows, int) or q.device.type not in _CHUNK_BYTES:
         return rows

@@ -97,8 +97,8 @@ def check_ends(cu_seqlens: Tensor, x: Tensor) -> None:
     if cu_seqlens.is_cuda:
         seen, version, length = _checked
         now = version_of(cu_seqlens)
-        known = now is not None and seen() is cu_seqlens and (version, length) == (now, x.shape[2])
-        if known or torch.cuda.is_current_stream_capturing():
+        unchanged = now is not None and seen() is cu_seqlens and (version, length) == (now, x.shape[2])
+        if unchanged or torch.cuda.is_current_stream_capturing():
             return
         if now is not None:
             _checked = (weakref.ref(cu_seqlens), now, x.shape[2])

@@ -68,8 +68,8 @@ def case(
         ]
         cos = sin = None
         if table != "none":
-            where = (batch, sum(tokens), heads[0]) if per_head else (sum(tokens),)
-            cos, sin = angles((*where, turning // 2), table, pairing, device, generator)
+            rows_shape = (batch, sum(tokens), heads[0]) if per_head else (sum(tokens),)
+            cos, sin = angles((*rows_shape, turning // 2), table, pairing, device, generator)
         return (*streams, *weights, cos, sin, 1e-6, norm, turning, pairing, out_layout, round_before_weight)
 
     sizes = "x".join(map(str, (batch, "+".join(map(str, tokens)), *heads[:1], dim)))
