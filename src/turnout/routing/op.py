@@ -9,7 +9,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +30,18 @@ from turnout.routing.fallback import (
 from turnout.routing.forks import lock_across_forks
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare
-from turnout.routing.route import UNKNOWN, Config, Cost, Grain, Guard, Key, Numerics, Route, Work
+from turnout.routing.route import (
+    UNKNOWN,
+    Config,
+    Cost,
+    Grain,
+    Guard,
+    Key,
+    Numerics,
+    Route,
+    Work,
+    check_declaration,
+)
 from turnout.routing.runtime_checks import with_runtime_checks
 from turnout.routing.table import Tables
 from turnout.routing.torch_ops import register, without_autocast
@@ -135,35 +146,7 @@ class Op:
         """
 
         def declare(run: Callable[..., Any]) -> Callable[..., Any]:
-            parameters = list(inspect.signature(run).parameters.values())
-            extra = parameters[len(self.signature.parameters) :]
-            if [p.name for p in parameters[: len(self.signature.parameters)]] != list(
-                self.signature.parameters
-            ):
-                raise TypeError(
-                    f"route {name!r} of {self.name} takes {parameters}, "
-                    f"it needs the reference's {self.signature}"
-                )
-            if any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in extra):
-                raise TypeError(
-                    f"route {name!r} of {self.name}: configuration {extra} must be keyword-only with defaults"
-                )
-            if name in self.routes or name == REFERENCE:
-                raise ValueError(f"op {self.name} has a route {name!r} already")
-            if numerics not in get_args(Numerics):
-                raise ValueError(
-                    f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}"
-                )
-            if not self.mutates and (in_place or fails_before_writing):
-                raise TypeError(
-                    f"route {name!r} of {self.name}: in_place and fails_before_writing need an op "
-                    "that writes (mutates=)"
-                )
-            if not set(in_place) <= set(self.signature.parameters) - set(self.mutates):
-                raise TypeError(
-                    f"route {name!r} of {self.name}: in_place {list(in_place)} needs to name arguments "
-                    "that are only read"
-                )
+            check_declaration(self, name, run, numerics, in_place, fails_before_writing)
             self.routes[name] = Route(
                 name,
                 run,
