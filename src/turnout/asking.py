@@ -48,12 +48,20 @@ def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -
     ValueError: dot: inconsistent tensor size, expected tensor [3] and src [4] ...
     """
     called_op, arguments = lower(op, *args, **kwargs)
+    name = op if isinstance(op, str) else getattr(op, "__name__", called_op.name)
+    named = dict(zip(called_op.signature.parameters, arguments, strict=True))
     try:
-        _check_numbers(dict(zip(called_op.signature.parameters, arguments, strict=True)))
+        _check_numbers(named)
+    except ValueError as mistake:
+        raise ValueError(f"{name}: {mistake}") from mistake
+    try:
         called_op.reference(*arguments)
     except (RuntimeError, ValueError, IndexError, ArithmeticError, AssertionError) as mistake:
-        name = op if isinstance(op, str) else getattr(op, "__name__", called_op.name)
-        raise ValueError(f"{name}: {' '.join(str(mistake).split())}") from mistake
+        message = " ".join(str(mistake).split())
+        if "[" not in message:  # torch names no shape
+            shapes = (f"{each} {list(x.shape)}" for each, x in named.items() if isinstance(x, Tensor))
+            message = f"{message}; the tensors are {', '.join(shapes)}"
+        raise ValueError(f"{name}: {message}") from mistake
 
 
 LEAST = {"stride": 1, "dilation": 1, "groups": 1, "padding": 0}

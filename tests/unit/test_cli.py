@@ -163,6 +163,10 @@ MISTAKES = [
     ((*CONVOLUTION, "--dilation", "1,0,1"), "dilation is [1, 0, 1], it needs to be at least 1"),
     ((*CONVOLUTION, "--padding", "-1"), "padding is [-1, -1, -1], it needs to be at least 0"),
     ((*CONVOLUTION, "--bias", "5"), "bias is [5], it needs to be [4]"),
+    (
+        ("explain", "conv2d", "--input", "1,8,6,6", "--weight", "8,8,3,3", "--groups", "3"),
+        "; the tensors are input [1, 8, 6, 6], weight [8, 8, 3, 3]",
+    ),
     (("race", "flux-vae", "--seconds", "-1"), "--seconds -1.0: it needs to be at least 0"),
     (("race", "flux-vae", "--budget", "nan"), "--budget nan: it needs to be at least 0"),
     (("race", "flux-vae", "--ranks", "0"), "--ranks 0: it needs to be at least 1"),
