@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import turnout
 from turnout import ops
-from turnout.models import frames, patch, sdpa
-from turnout.race import models
+from turnout.models import frames, patch, sdpa, unet
+from turnout.race import calls, models
 from turnout.routing.public import PUBLIC
 
 META = torch.device("meta")
@@ -92,9 +92,10 @@ def on_meta(name, monkeypatch, dtype=torch.bfloat16):
     card.
     """
     monkeypatch.setattr(
-        models, "_random", lambda settings, *shape: torch.empty(shape, dtype=settings.dtype, device=META)
+        calls, "random_tensor", lambda settings, *shape: torch.empty(shape, dtype=settings.dtype, device=META)
     )
     monkeypatch.setitem(frames.LARGE, "meta", frames.LARGE["cuda"])
+    monkeypatch.setattr(unet, "_DEVICES", (*unet._DEVICES, "meta"))
     return models.racer_named(name).make("full", dtype, META)
 
 

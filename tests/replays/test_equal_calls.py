@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import turnout
 from tests.replays.graphed import flux_inputs
 from turnout.models import replays as replays_module
+from turnout.routing.torch_private import kernel_flags
 
 pytestmark = pytest.mark.filterwarnings("ignore:turnout.accelerate patched nothing")
 
@@ -130,7 +131,7 @@ def can_be_switched(getter):
     return True
 
 
-SWITCHES = [flag.__name__ for flag in replays_module._flags if can_be_switched(flag)]
+SWITCHES = [flag.__name__ for flag in kernel_flags if can_be_switched(flag)]
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -161,7 +162,7 @@ def test_every_setting_of_torch_is_watched_or_known_to_change_no_kernel():
     pairs = {name[5:] for name in dir(torch._C) if name.startswith("_get_")} & {
         name[5:] for name in dir(torch._C) if name.startswith("_set_")
     }
-    watched = {flag.__name__[5:] for flag in replays_module._flags}
+    watched = {flag.__name__[5:] for flag in kernel_flags}
     assert pairs - watched - elsewhere - no_kernel - scripts_or_quantized == set()
 
 

@@ -160,7 +160,7 @@ def _replaced(value: Any, which: Callable[[Any], bool], by: Callable[[Any], Any]
     """Copies of lists, tuples and dicts with some of their items replaced."""
     if which(value):
         return by(value)
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple) or hasattr(type(value), "n_fields"):  # what torch.sort returns has those
         return type(value)(_replaced(x, which, by) for x in value)
     if type(value) is dict:
         return {name: _replaced(x, which, by) for name, x in value.items()}

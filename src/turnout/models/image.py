@@ -11,19 +11,46 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside, is_bare
+from turnout.models.layers import parameters_of
 from turnout.models.patch import Adapter, needs_silu
 from turnout.models.routed import RoutedProcessor
 from turnout.models.sdpa import attend
+from turnout.models.worth import is_torch, learn
+from turnout.ops.conv2d import CONV2D
+from turnout.ops.convolution.layout import with_residual
+from turnout.ops.group_norm_silu import GROUP_NORM_SILU
+
+is_compiling = torch.compiler.is_compiling
 
 
 def norm_silu(norm: nn.GroupNorm, x: Tensor, *, silu: bool = True) -> Tensor:
-    return ops.group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, eps=norm.eps, silu=silu)
+    """The norm of a bare layer, and its activation: torch's own functions where no route is worth asking
+    for."""
+    weight, bias = parameters_of(norm)
+    args = (x, norm.num_groups, weight, bias)
+    if not is_compiling():
+        stock = is_torch(norm, GROUP_NORM_SILU, x)
+        if stock is None:  # torch's norm makes what is contiguous of any layout, the op keeps the layout
+            plain = x.is_contiguous() and weight is not None and weight.dtype is x.dtype
+            stock = plain and learn(norm, ops.group_norm_silu, *args, eps=norm.eps, silu=silu)
+        if stock:
+            y = F.group_norm(*args, norm.eps)
+            return F.silu(y) if silu else y
+    return ops.group_norm_silu(*args, eps=norm.eps, silu=silu)
 
 
 def _conv(conv: nn.Conv2d, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    return ops.conv2d(
-        x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups, residual=residual
-    )  # pyright: ignore
+    """A bare convolution and the addition of a residual: torch's own functions where no route is worth asking
+    for."""
+    args: Any = (x, *parameters_of(conv), conv.stride, conv.padding, conv.dilation, conv.groups)
+    if not is_compiling():
+        stock = is_torch(conv, CONV2D, x)
+        if stock is None:
+            stock = learn(conv, ops.conv2d, *args, residual=residual)
+        if stock:
+            y = F.conv2d(*args)
+            return with_residual(y, residual)
+    return ops.conv2d(*args, residual=residual)
 
 
 class ResnetBlock(Adapter):

@@ -67,6 +67,11 @@ class Conv3dMethod(Adapter):
         return F.conv3d(*args) if stock else ops.conv3d(*args)
 
 
+def parameters_of(layer: Any) -> tuple[Any, Any]:
+    """The weight and the bias of a bare layer: read from the module's dict where they lie there."""
+    return _weight_and_bias(layer) or (layer.weight, layer.bias)
+
+
 def _weight_and_bias(layer: Any) -> tuple[Any, Any] | None:
     """The parameters of a layer, if they are plain parameters of it; None where they were replaced, as by
     parametrisations. They are read from the module's dict: an attribute look-up takes 0.37 us each. What that

@@ -152,7 +152,10 @@ def _attended(attention: Any, x: Tensor, context: Tensor | None, mask: Tensor | 
 def _fed_forward(layers: Any, x: Tensor) -> Tensor:
     (_, weight, bias), (_, out_weight, out_bias) = layers
     inner, gate = F.linear(x, weight, bias).chunk(2, dim=-1)
-    return F.linear(inner * F.gelu(gate), out_weight, out_bias)
+    opened = F.gelu(gate)
+    # In place, the widest tensor of the U-Net is not there a third time; a gradient would need both factors.
+    inner = inner * opened if torch.is_grad_enabled() else opened.mul_(inner)
+    return F.linear(inner, out_weight, out_bias)
 
 
 def _is_plain(processor: type) -> bool:
