@@ -58,7 +58,7 @@ def quotient(n, magic, shift):
 @triton.jit
 def indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift):
     """Positions p of [deep, high, wide] as indices along each, in p's shape. magic, shift: see `quotient`."""
-    line = quotient(p, wide_magic, wide_shift)
+    line = quotient(p, wide_magic, wide_shift)  # in p's shape, as is d
     d = quotient(line, high_magic, high_shift)
     return d, line - d * high, p - line * wide
 
@@ -73,7 +73,7 @@ def offsets(d, h, w, step_d, step_h, step_w):
 @triton.jit
 def source(i, before, size, PAD: tl.constexpr):
     """Which of `size` values stands at index i of an axis with `before` values in front of the first."""
-    i = i - before
+    i = i - before  # any shape
     if PAD == REFLECT:
         i = tl.where(i < 0, -i, i)
         return tl.where(i >= size, 2 * (size - 1) - i, i)
@@ -82,7 +82,7 @@ def source(i, before, size, PAD: tl.constexpr):
 
 
 @triton.jit
-def is_inside(i, before, size):
+def is_inside(i, before, size):  # as in `source`; i of any shape
     return (i >= before) & (i < before + size)
 
 
@@ -94,7 +94,7 @@ def group_moments(
     size, G, parts,  # positions of x, groups, parts of the positions
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,  # as in `gapped_moments`
     PARTS: tl.constexpr,  # `parts`, rounded up to a power of two
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr,  # which of w and bias there are
 ):  # fmt: skip
     """Mean (rough and rest), scale and shift of each column of GB groups [1, GB * CB], from the moments of
     all parts of `size` positions."""
@@ -115,9 +115,10 @@ def group_moments(
     scale = spread(inverse_root(squares, count, eps), GB, CB)  # [GB * CB]
     shift = tl.zeros((GB * CB,), tl.float32)  # [GB * CB]
     if WEIGHT:
-        scale *= tl.load(w + c, mask=real, other=0.0).to(tl.float32)
+        scale *= tl.load(w + c, mask=real, other=0.0).to(tl.float32)  # [GB * CB]
     if BIAS:
-        shift += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)
+        shift += tl.load(bias + c, mask=real, other=0.0).to(tl.float32)  # [GB * CB]
+    # [1, GB * CB] each
     return spread(rough, GB, CB)[None, :], spread(rest, GB, CB)[None, :], scale[None, :], shift[None, :]
 
 
@@ -138,14 +139,14 @@ def gapped_moments(
     """
     pid = tl.program_id(0)
     block, part, b = pid % blocks, pid // blocks % parts, (pid // blocks // parts).to(tl.int64)
-    first, last = part_of(P, part, parts)
+    first, last = part_of(P, part, parts)  # numbers
     c, real = channels_of(block, G, CG, GB, CB)  # [GB * CB] each
     lane = tl.arange(0, BP)  # [BP]
-    rows = last - first
-    px = x + b * xb
+    rows = last - first  # a number: positions of the part
+    px = x + b * xb  # one pointer, to batch entry b
     d, h, w = indices(first + lane, high, high_magic, high_shift, wide, wide_magic, wide_shift)  # [BP] each
     pivot_at = px + offsets(d, h, w, xd, xh, xw)[:, None] + c[None, :]  # [BP, GB * CB]
-    pivot_at = tl.multiple_of(pivot_at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+    pivot_at = tl.multiple_of(pivot_at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
     # [BP, GB * CB]: the first value of each lane
     pivot = tl.load(pivot_at, mask=(lane < rows)[:, None] & real[None, :], other=0.0).to(tl.float32)
     total = tl.zeros((BP, GB * CB), tl.float32)  # [BP, GB * CB], as are the sums of squares
@@ -157,7 +158,7 @@ def gapped_moments(
             # [BP] each
             d, h, w = indices(first + row, high, high_magic, high_shift, wide, wide_magic, wide_shift)
             at = px + offsets(d, h, w, xd, xh, xw)[:, None] + c[None, :]  # [BP, GB * CB]
-            at = tl.multiple_of(at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            at = tl.multiple_of(at, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
             tiles = tiles + (tl.load(at, mask=(row < rows)[:, None] & real[None, :], other=0.0),)
         for u in tl.static_range(U):
             ok = (start + u * BP + lane < rows)[:, None] & real[None, :]  # [BP, GB * CB]
@@ -189,10 +190,10 @@ def gapped_apply(
     high, high_magic, high_shift, wide, wide_magic, wide_shift,  # of the output, as in `indices`
     x_deep, x_high, x_wide, before_deep, before_high, before_wide,  # as in `source`, for each axis
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,  # as in `gapped_moments`
-    BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
+    BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,  # positions of a tile, tiles at a time, vector
     PARTS: tl.constexpr,  # `parts`, rounded up to a power of two
-    X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, PAD: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    X_ROWS: tl.constexpr, Y_ROWS: tl.constexpr, PAD: tl.constexpr,  # steps xw, yw alone; NOTHING to REFLECT
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,  # which steps there are
 ):  # fmt: skip
     """A program combines the moments of GB groups once and takes every `programs`-th U tiles of the output's
     P positions.
@@ -202,12 +203,12 @@ def gapped_apply(
     """
     pid = tl.program_id(0)
     block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)
-    rough, rest, scale, shift = group_moments(
+    rough, rest, scale, shift = group_moments(  # [1, GB * CB] each
         partial, w, bias, eps, b, block, size, G, parts, CG, GB, CB, PARTS, WEIGHT, BIAS
     )  # fmt: skip
     c, real = channels_of(block, G, CG, GB, CB)  # [GB * CB] each
     lane = tl.arange(0, BP)  # [BP]
-    px, py = x + b * xb, y + b * yb
+    px, py = x + b * xb, y + b * yb  # one pointer each, to batch entry b
     for start in range(walk * (BP * U), P, programs * (BP * U)):
         tiles = ()  # U tiles [BP, GB * CB]
         for u in tl.static_range(U):
@@ -217,12 +218,12 @@ def gapped_apply(
             else:
                 d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)  # [BP] each
                 if PAD != NOTHING:
-                    d = source(d, before_deep, x_deep, PAD)
-                    h = source(h, before_high, x_high, PAD)
-                    i = source(i, before_wide, x_wide, PAD)
+                    d = source(d, before_deep, x_deep, PAD)  # [BP]
+                    h = source(h, before_high, x_high, PAD)  # [BP]
+                    i = source(i, before_wide, x_wide, PAD)  # [BP]
                 at = offsets(d, h, i, xd, xh, xw)  # [BP]
             here = px + at[:, None] + c[None, :]  # [BP, GB * CB]
-            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
             tiles = tiles + (tl.load(here, mask=(p < P)[:, None] & real[None, :], other=0.0),)
         for u in tl.static_range(U):
             p = start + u * BP + lane  # [BP]
@@ -235,10 +236,10 @@ def gapped_apply(
                 at = offsets(d, h, i, yd, yh, yw)  # [BP]
                 if PAD == CONSTANT:
                     inside = is_inside(d, before_deep, x_deep) & is_inside(h, before_high, x_high)  # [BP]
-                    inside = inside & is_inside(i, before_wide, x_wide)
-                    value = tl.where(inside[:, None], value, 0.0).to(y.dtype.element_ty)
+                    inside = inside & is_inside(i, before_wide, x_wide)  # [BP]
+                    value = tl.where(inside[:, None], value, 0.0).to(y.dtype.element_ty)  # [BP, GB * CB]
             into = py + at[:, None] + c[None, :]  # [BP, GB * CB]
-            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
             tl.store(into, value, mask=(p < P)[:, None] & real[None, :])
 
 
@@ -251,10 +252,10 @@ def spatial_apply(
     xb, xd, xh, xw, yb, yd, yh, yw,  # strides in elements: of x, y,
     sb, sd, sh, sw, tb, td, th, tw,  # of scale (s) and shift (t)
     high, high_magic, high_shift, wide, wide_magic, wide_shift,  # as in `indices`
-    apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift,
+    apart, d_magic, d_shift, h_magic, h_shift, w_magic, w_shift,  # 0 or 1; as in `quotient`
     CG: tl.constexpr, GB: tl.constexpr, CB: tl.constexpr,  # as in `gapped_moments`
-    BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,
-    PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    BP: tl.constexpr, U: tl.constexpr, V: tl.constexpr,  # positions of a tile, tiles at a time, vector
+    PARTS: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,  # as in `gapped_apply`
 ):  # fmt: skip
     """As `gapped_apply` without a border, and with a scale and a shift for each block of positions and each
     channel.
@@ -265,12 +266,12 @@ def spatial_apply(
     """
     pid = tl.program_id(0)
     block, walk, b = pid % blocks, pid // blocks % programs, (pid // blocks // programs).to(tl.int64)
-    rough, rest, factor, offset = group_moments(
+    rough, rest, factor, offset = group_moments(  # [1, GB * CB] each
         partial, w, bias, eps, b, block, P, G, parts, CG, GB, CB, PARTS, WEIGHT, BIAS
     )  # fmt: skip
     c, real = channels_of(block, G, CG, GB, CB)  # [GB * CB] each
     lane = tl.arange(0, BP)  # [BP]
-    px, py, ps, pt = x + b * xb, y + b * yb, scale + b * sb, shift + b * tb
+    px, py, ps, pt = x + b * xb, y + b * yb, scale + b * sb, shift + b * tb  # one pointer each, to entry b
     for start in range(walk * (BP * U), P, programs * (BP * U)):
         tiles, scales, shifts = (), (), ()  # U tiles [BP, GB * CB] each
         for u in tl.static_range(U):
@@ -278,24 +279,26 @@ def spatial_apply(
             ok = (p < P)[:, None] & real[None, :]  # [BP, GB * CB]
             d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)  # [BP] each
             here = px + offsets(d, h, i, xd, xh, xw)[:, None] + c[None, :]  # [BP, GB * CB]
-            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))
+            here = tl.multiple_of(here, (1, V * x.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
             tiles = tiles + (tl.load(here, mask=ok, other=0.0),)
             # [BP], of scale and shift
             d = quotient(tl.maximum(d - apart, 0), d_magic, d_shift) + tl.minimum(d, apart)
             h, i = quotient(h, h_magic, h_shift), quotient(i, w_magic, w_shift)  # [BP] each
             here = ps + offsets(d, h, i, sd, sh, sw)[:, None] + c[None, :]  # [BP, GB * CB]
+            # [BP, GB * CB]
             here = tl.multiple_of(here, (1, V * scale.dtype.element_ty.primitive_bitwidth // 8))
             scales = scales + (tl.load(here, mask=ok, other=0.0),)
             here = pt + offsets(d, h, i, td, th, tw)[:, None] + c[None, :]  # [BP, GB * CB]
+            # [BP, GB * CB]
             here = tl.multiple_of(here, (1, V * shift.dtype.element_ty.primitive_bitwidth // 8))
             shifts = shifts + (tl.load(here, mask=ok, other=0.0),)
         for u in tl.static_range(U):
             p = start + u * BP + lane  # [BP]
             d, h, i = indices(p, high, high_magic, high_shift, wide, wide_magic, wide_shift)  # [BP] each
             value = ((tiles[u].to(tl.float32) - rough) - rest) * factor + offset  # [BP, GB * CB]
-            value = value * scales[u].to(tl.float32) + shifts[u].to(tl.float32)
+            value = value * scales[u].to(tl.float32) + shifts[u].to(tl.float32)  # [BP, GB * CB]
             if SILU:
-                value = silu(value, y.dtype.element_ty == tl.float32)
+                value = silu(value, y.dtype.element_ty == tl.float32)  # [BP, GB * CB]
             into = py + offsets(d, h, i, yd, yh, yw)[:, None] + c[None, :]  # [BP, GB * CB]
-            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))
+            into = tl.multiple_of(into, (1, V * y.dtype.element_ty.primitive_bitwidth // 8))  # [BP, GB * CB]
             tl.store(into, value.to(y.dtype.element_ty), mask=(p < P)[:, None] & real[None, :])

@@ -41,7 +41,10 @@ NUMBERS = (
 
 
 @gluon.jit
-def place(tile, columns, nt, ns, SLOTS: gl.constexpr, BOXES: gl.constexpr):
+def place(
+    tile, columns, nt, ns,  # number of the tile; blocks of filters; tiles of a place; tiles along S
+    SLOTS: gl.constexpr, BOXES: gl.constexpr,  # places along S and boxes of a tile
+):  # fmt: skip
     """Column block, batch, first place along S and first box of a tile, of the nt tiles that the boxes of a
     place make. Blocks of columns are neighbours: they read the same pixels."""
     column = tile % columns
@@ -60,7 +63,11 @@ def step(u, w, nw, BU: gl.constexpr, BW: gl.constexpr):
 
 
 @gluon.jit
-def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr):
+def seen(
+    s, frames, size, ps,  # place of the output; frames of cache; places of x along S; padding before these
+    KO: gl.constexpr, DS: gl.constexpr,  # taps and dilation along S
+    REPLICATE: gl.constexpr,  # the first frame stands for those before it
+):  # fmt: skip
     """First and end of the taps along S that see anything but padding from place s; one at least, as a tile
     must have a group."""
     first = s * 0
@@ -75,19 +82,19 @@ def seen(s, frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.
 @gluon.jit
 def fetch(
     x, cache,  # TMA descriptors of [N, S, U, W, C]; cache: the frames before x, or None
-    w1, w2,  # TMA descriptors of the weight, BN1 and BN2 filters at a time
-    xs,  # shared memory: STAGES * PLACES * BOXES boxes of x
-    b1, b2,  # shared memory: STAGES * KS blocks of the weight
+    w1, w2,  # TMA descriptors of the weight [F, taps, C] or [KW, F, taps, C], BN1 and BN2 filters at a time
+    xs,  # shared memory: STAGES * PLACES * BOXES boxes [1, 1, rows, columns, BC] of 128 / BOXES pixels
+    b1, b2,  # shared memory: STAGES * KS blocks of the weight, of BN1 * BC and BN2 * BC elements
     full, free_x, free_b,  # barriers, see `rings`
     tiles, columns, nw, nt, ns,  # tiles; blocks of filters; boxes along W; tiles of a place; tiles along S
     channel_blocks, frames, size,  # blocks of BC channels; frames of cache; places of x along S
     ps, pu, pw,  # padding before the first element
     KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr,  # taps, see `implicit_gemm`
-    TAP_S: gl.constexpr, TAP_U: gl.constexpr,
+    TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # how far apart taps along S and U are in the weight
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr,  # dilation
     REPLICATE: gl.constexpr,  # the first frame stands for those before it
     SLOTS: gl.constexpr, STAGES: gl.constexpr,  # places along S of a tile; groups in flight
-    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,  # boxes of a place; rows, columns between them
     BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,  # channels, filters of a block in two pieces
     BY_FRAME: gl.constexpr,  # the frames of cache lie along U
 ):  # fmt: skip
@@ -112,7 +119,7 @@ def fetch(
                         stage = group % STAGES
                         phase = (group // STAGES) & 1 ^ 1
                         for p in range(PLACES + zero):
-                            ready = full.index(stage * PLACES + p)
+                            ready = full.index(stage * PLACES + p)  # [1]
                             mbarrier.wait(free_x.index(stage * PLACES + p), phase)
                             if p < KS:
                                 slot = stage * KS + p
@@ -133,7 +140,7 @@ def fetch(
                                 frame = gl.maximum(frame, -frames)
                             at_u, at_w = u, w
                             for i in gl.static_range(BOXES):
-                                into = xs.index((stage * PLACES + p) * BOXES + i)
+                                into = xs.index((stage * PLACES + p) * BOXES + i)  # [1, 1, rows, columns, BC]
                                 to_u, to_w = at_u + ku * DU, at_w + kw * DW - pw
                                 fetch_box(
                                     x, cache, frames, n, frame, to_u, to_w, block * BC, ready, into, BY_FRAME
@@ -144,7 +151,12 @@ def fetch(
 
 
 @gluon.jit
-def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.constexpr):
+def fetch_box(
+    x, cache, frames,  # TMA descriptors of [N, S, U, W, C], cache may be None; frames of cache
+    n, s, u, w, channel,  # where the box begins
+    ready, into,  # barrier [1]; shared memory [1, 1, rows, columns, BC]
+    BY_FRAME: gl.constexpr,  # as in `fetch`
+):  # fmt: skip
     """Load the box at [n, s, u, w, channel] from x, or from `cache` where it is before x, into `into`."""
     if cache is None:
         async_load(x, [n, s, u, w, channel], ready, into)
@@ -161,31 +173,45 @@ def fetch_box(x, cache, frames, n, s, u, w, channel, ready, into, BY_FRAME: gl.c
 
 
 @gluon.jit
-def rows_of(boxes, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+def rows_of(
+    boxes,  # shared memory: COUNT * ROWS * COLUMNS elements
+    COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr,  # matrices; pixels, elements of a pixel
+):  # fmt: skip
     """COUNT matrices [ROWS, COLUMNS] in the shared memory of these boxes, as the tensor cores see them: rows
     are pixels."""
     bits: gl.constexpr = boxes.dtype.primitive_bitwidth
+    # bytes
     wide: gl.constexpr = COLUMNS * bits // 8 if COLUMNS * bits < 1024 else 128
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=wide, element_bitwidth=bits, rank=2)
-    return reinterpret(boxes, boxes.dtype, [COUNT, ROWS, COLUMNS], layout)
+    return reinterpret(boxes, boxes.dtype, [COUNT, ROWS, COLUMNS], layout)  # [COUNT, ROWS, COLUMNS]
 
 
 @gluon.jit
-def hold_bias(bias, filters, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, BLOCKS: gl.constexpr):
+def hold_bias(
+    bias, filters,  # [filters]
+    first: gl.constexpr, apart: gl.constexpr,  # the first filter held, and how far apart blocks are
+    N: gl.constexpr, BLOCKS: gl.constexpr,  # filters that are held of a block; blocks
+):  # fmt: skip
     """The bias in shared memory, [BLOCKS, N]: to fetch it for every tile would be seen."""
+    # [BLOCKS, N]
     held = gl.allocate_shared_memory(gl.float32, [BLOCKS, N], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     for i in gl.static_range(BLOCKS):
         filter = i * apart + first + gl.arange(0, N, gl.BlockedLayout([1], [32], [4], [0]))  # [N]
+        # [N]
         held.index(i).store(gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32))
     return held
 
 
 @gluon.jit
-def begin(bias, column, N: gl.constexpr, layout: gl.constexpr, BIAS: gl.constexpr):
+def begin(
+    bias, column,  # shared memory [BLOCKS, N], see `hold_bias`; which block
+    N: gl.constexpr, layout: gl.constexpr,  # filters; layout of the accumulator
+    BIAS: gl.constexpr,  # whether there is a bias
+):  # fmt: skip
     """A fresh accumulator [64, N]: zeros, or with BIAS the bias [N] of a block of filters in every row."""
-    acc = gl.zeros((64, N), gl.float32, layout)
+    acc = gl.zeros((64, N), gl.float32, layout)  # [64, N]
     if BIAS:
-        acc += bias.index(column).load(gl.SliceLayout(0, layout))[None, :]
+        acc += bias.index(column).load(gl.SliceLayout(0, layout))[None, :]  # [1, N]
     return acc
 
 
@@ -194,7 +220,8 @@ def multiply(
     a1, a2,  # [64, BC] pixels, in shared memory or in registers: one for each of the two products
     b1, b2,  # BN1 * BC and BN2 * BC elements of the weight, in shared memory
     accs,  # SLOTS accumulators [64, BN1], then with BN2 > 0 as many [64, BN2]
-    slot: gl.constexpr, SLOTS: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr,
+    slot: gl.constexpr, SLOTS: gl.constexpr,  # which slot, of how many
+    BN1: gl.constexpr, BN2: gl.constexpr, BC: gl.constexpr,  # filters of the two products; channels
 ):  # fmt: skip
     """Add pixels times a block of the weight to one slot's accumulators, without waiting."""
     first = warpgroup_mma(a1, b1.reshape([BN1, BC]).permute([1, 0]), accs[slot], is_async=True)  # [64, BN1]
@@ -207,7 +234,10 @@ def multiply(
 
 
 @gluon.jit
-def settle(accs, used, outstanding: gl.constexpr):
+def settle(
+    accs, used,  # accumulators as in `multiply`; a tuple of operands [64, BC], may be empty
+    outstanding: gl.constexpr,  # products that may still be under way
+):  # fmt: skip
     """The accumulators, once all but the last products are done. `used` are operands in registers, which must
     live until then."""
     if len(accs) + len(used) == 1:
@@ -239,8 +269,8 @@ def accumulate(
     pixels,  # shared memory: matrices [64, BC], two for each place, one for each warpgroup
     b1, b2, full, free_x, free_b,  # as in `fetch`
     layout1: gl.constexpr, layout2: gl.constexpr,  # of the accumulators [64, BN1] and [64, BN2]
-    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,  # as in `fetch`
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,  # as in `fetch`
     RS: gl.constexpr,  # pixels go through registers
     HALF: gl.constexpr,  # which warpgroup this is, 0 or 1
 ):  # fmt: skip
@@ -263,9 +293,11 @@ def accumulate(
             a1 = pixels.index(2 * (stage * PLACES + p) + HALF)  # [64, BC]
             a2 = a1  # [64, BC], for the second product
             if p < HELD:
+                # [64, BC], in registers
                 a1 = rounded(
                     a1.load(gl.DotOperandLayout(operand_index=0, parent=layout1, k_width=32 // BITS))
                 )
+                # [64, BC]
                 a2 = gl.convert_layout(
                     a1, gl.DotOperandLayout(operand_index=0, parent=layout2, k_width=32 // BITS)
                 )
@@ -281,7 +313,7 @@ def accumulate(
             accs = settle(accs, held, products(p, SLOTS, KS, PIECES))
             held = ()
             if p < HELD:
-                held = (a1,)
+                held = (a1,)  # [64, BC]
             if p > 0:
                 if p - 1 >= HELD:
                     mbarrier.arrive(free_x.index(stage * PLACES + p - 1), count=1)
@@ -312,9 +344,10 @@ def panels(filters, dtype):
 
 @gluon.jit
 def fetch_residual(
-    r, o,  # TMA descriptor of the residual; shared memory: panels of boxes of the output
+    r,  # TMA descriptor of the residual [batch, OS, OU, OW, filters]
+    o,  # shared memory: panels [1, 1, rows, columns, N / PANELS] of boxes of the output
     n, s, u, w, filter,  # where the box begins
-    arrived,  # barrier
+    arrived,  # barrier [1]
     first: gl.constexpr, apart: gl.constexpr,  # the first panel of this box, and how far apart they are
     N: gl.constexpr, PANELS: gl.constexpr,  # filters, and panels that they are split into
 ):  # fmt: skip
@@ -325,7 +358,9 @@ def fetch_residual(
 
 @gluon.jit
 def store(
-    y, o, n, s, u, w, filter, first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr,
+    y, o,  # TMA descriptor of the output [batch, OS, OU, OW, filters]; shared memory as in `fetch_residual`
+    n, s, u, w, filter,  # where the box begins
+    first: gl.constexpr, apart: gl.constexpr, N: gl.constexpr, PANELS: gl.constexpr,  # as in `fetch_residual`
 ):  # fmt: skip
     """Store a box of the output by its TMA descriptor y. Parameters as in `fetch_residual`."""
     for p in gl.static_range(PANELS):
@@ -334,25 +369,27 @@ def store(
 
 @gluon.jit
 def compute(
-    y1, y2, r1, r2,  # TMA descriptors of output and residual, BN1 and BN2 filters; residual may be None
-    bias1, bias2,  # shared memory: see `hold_bias`
+    y1, y2,  # TMA descriptors of the output [N, OS, OU, OW, filters], BN1 and BN2 filters
+    r1, r2,  # TMA descriptors of the residual, as of the output; may be None
+    bias1, bias2,  # shared memory [BLOCKS, BN1], [BLOCKS, BN2]: see `hold_bias`
     xs, b1, b2,  # as in `fetch`
-    o1, o2,  # shared memory for boxes of the output
-    full, free_x, free_b, arrived,  # barriers: see `rings`; arrived: boxes of the residual
+    o1, o2,  # shared memory for boxes of the output: 128 * BN1 and 128 * BN2 elements, see `implicit_gemm`
+    full, free_x, free_b, arrived,  # barriers: see `rings`; arrived [1]: boxes of the residual
     tiles, columns, nw, nt, ns,  # as in `fetch`
     groups_of_tap,  # groups of one of the KO taps
     frames, size, ps, KO: gl.constexpr, DS: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch`
-    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
-    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr,  # as in `fetch`
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,  # boxes of a place; rows, columns of a box
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,  # as in `fetch`
     BIAS: gl.constexpr, RS: gl.constexpr, HALF: gl.constexpr,  # RS, HALF: as in `accumulate`
 ):  # fmt: skip
     """Multiply and write. One warpgroup: half of every tile's pixels."""
     BITS: gl.constexpr = y1.dtype.primitive_bitwidth
     OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1  # boxes of this warpgroup, or its half of one
+    # Rows and columns from the box to this warpgroup's half of it.
     HALF_U: gl.constexpr = HALF * (BU // 2) if BOXES == 1 else 0
     HALF_W: gl.constexpr = HALF * (BW // 2) if BOXES == 1 and BU == 1 else 0
-    P1: gl.constexpr = panels(BN1, y1.dtype)
+    P1: gl.constexpr = panels(BN1, y1.dtype)  # panels of a box
     P2: gl.constexpr = panels(BN2, y1.dtype)
     O1: gl.constexpr = HALF * OWN * P1  # the first box of this warpgroup
     O2: gl.constexpr = HALF * OWN * P2
@@ -405,12 +442,12 @@ def compute(
                         at_u, at_w = step(at_u, at_w, nw, BU, BW)
                 mbarrier.wait(arrived, count & 1)
                 count += 1
-                first += out1.load(layout1).to(gl.float32)
+                first += out1.load(layout1).to(gl.float32)  # [64, BN1]
                 if BN2 > 0:
-                    second += out2.load(layout2).to(gl.float32)
-            out1.store(first.to(y1.dtype))
+                    second += out2.load(layout2).to(gl.float32)  # [64, BN2]
+            out1.store(first.to(y1.dtype))  # [64, BN1]
             if BN2 > 0:
-                out2.store(second.to(y1.dtype))
+                out2.store(second.to(y1.dtype))  # [64, BN2]
             fence_async_shared()
             at_u, at_w = u, w
             for j in gl.static_range(OWN):
@@ -423,14 +460,20 @@ def compute(
 
 
 @gluon.jit
-def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
+def rings(
+    STAGES: gl.constexpr,  # groups in flight
+    PLACES: gl.constexpr, KS: gl.constexpr,  # places of the input and blocks of the weight of a group
+):  # fmt: skip
     """Barriers: what has come, and what both warpgroups are done with.
 
     full: one for each place of each stage, with its block of the weight; free_x: places; free_b: weight
     blocks.
     """
+    # [STAGES * PLACES, 1]
     full = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
+    # [STAGES * PLACES, 1]
     free_x = gl.allocate_shared_memory(gl.int64, [STAGES * PLACES, 1], mbarrier.MBarrierLayout())
+    # [STAGES * KS, 1]
     free_b = gl.allocate_shared_memory(gl.int64, [STAGES * KS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES * PLACES):
         mbarrier.init(full.index(i), count=1)
@@ -442,18 +485,19 @@ def rings(STAGES: gl.constexpr, PLACES: gl.constexpr, KS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def implicit_gemm(
-    x, cache, w1, w2,  # TMA descriptors, as in `fetch`
-    y1, y2, r1, r2,  # TMA descriptors, as in `compute`
+    x, cache,  # TMA descriptors of [N, S, U, W, C], as in `fetch`; cache may be None
+    w1, w2,  # TMA descriptors of [F, taps, C], BN1 and BN2 filters at a time
+    y1, y2, r1, r2,  # TMA descriptors of [N, OS, OU, OW, filters], as in `compute`
     bias,  # [filters], or None
     tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
-    filters,
+    filters,  # size of bias
     BLOCKS: gl.constexpr,  # of BN1 + BN2 filters
     KO: gl.constexpr, KS: gl.constexpr, KU: gl.constexpr, KW: gl.constexpr,  # taps along S (twice), U, W
     TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # how far apart taps along S and U are in the weight
     DS: gl.constexpr, DU: gl.constexpr, DW: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch`
-    SLOTS: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,
-    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr,  # as in `fetch`
+    BOXES: gl.constexpr, BU: gl.constexpr, BW: gl.constexpr,  # boxes of a place; rows, columns of a box
+    BC: gl.constexpr, BN1: gl.constexpr, BN2: gl.constexpr,  # channels, filters of a block in two pieces
     RS: gl.constexpr, BY_FRAME: gl.constexpr,  # as in `accumulate`, as in `fetch`
 ):  # fmt: skip
     """out[pixel, filter] = sum over taps and channels. A program takes every num_programs-th tile.
@@ -463,24 +507,29 @@ def implicit_gemm(
     """
     dtype: gl.constexpr = x.dtype
     PLACES: gl.constexpr = SLOTS + KS - 1
+    # [STAGES * PLACES * BOXES, 1, 1, BU, BW, BC]
     xs = gl.allocate_shared_memory(dtype, [STAGES * PLACES * BOXES] + x.block_shape, x.layout)
-    b1 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN1, 1, BC], w1.layout)
-    OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1
+    b1 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN1, 1, BC], w1.layout)  # [STAGES * KS, BN1, 1, BC]
+    OWN: gl.constexpr = BOXES // 2 if BOXES > 1 else 1  # as in `compute`
+    # [2 * OWN * panels, 1, 1, rows, columns, BN1 / panels], 64 / OWN pixels each
     o1 = gl.allocate_shared_memory(dtype, [2 * OWN * panels(BN1, dtype)] + y1.block_shape, y1.layout)
     if BN2 > 0:
+        # [STAGES * KS, BN2, 1, BC]
         b2 = gl.allocate_shared_memory(dtype, [STAGES * KS, BN2, 1, BC], w2.layout)
+        # [2 * OWN * panels, 1, 1, rows, columns, BN2 / panels]
         o2 = gl.allocate_shared_memory(dtype, [2 * OWN * panels(BN2, dtype)] + y2.block_shape, y2.layout)
     else:
-        b2 = b1
+        b2 = b1  # stands for one that is not there
         o2 = o1
     BIAS: gl.constexpr = bias is not None
     bias1 = b1  # stands for one that is not there
     bias2 = b1
     if BIAS:
-        bias1 = hold_bias(bias, filters, 0, BN1 + BN2, BN1, BLOCKS)
+        bias1 = hold_bias(bias, filters, 0, BN1 + BN2, BN1, BLOCKS)  # [BLOCKS, BN1]
         if BN2 > 0:
-            bias2 = hold_bias(bias, filters, BN1, BN1 + BN2, BN2, BLOCKS)
+            bias2 = hold_bias(bias, filters, BN1, BN1 + BN2, BN2, BLOCKS)  # [BLOCKS, BN2]
     full, free_x, free_b = rings(STAGES, PLACES, KS)
+    # [2, 1]: one for each warpgroup
     arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(arrived.index(i), count=1)
@@ -506,7 +555,10 @@ def implicit_gemm(
 
 
 @gluon.jit(do_not_specialize=("count",))
-def round_to_tf32(x, y, count, BLOCK: gl.constexpr):
+def round_to_tf32(
+    x, y, count,  # [count], [count]
+    BLOCK: gl.constexpr,  # elements of a program
+):  # fmt: skip
     """y = x rounded to the nearest TF32, `count` elements side by side. A program: BLOCK of them."""
     at = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [4], [0]))  # [BLOCK]
-    gl.store(y + at, rounded(gl.load(x + at, mask=at < count)), mask=at < count)
+    gl.store(y + at, rounded(gl.load(x + at, mask=at < count)), mask=at < count)  # [BLOCK]

@@ -33,6 +33,7 @@ from turnout.ops.convolution.gpu.gluon_kernels import (
 
 @gluon.constexpr_function
 def sums_layout(columns, bits):
+    # of sums [64, columns]
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits]
     )
@@ -43,8 +44,10 @@ def write(
     sums,  # [64, BK * BF]
     out, residual, bias,  # [N, OS, OU, OW, filters] by their strides, [filters]
     n, s, u, w,  # batch, place, row and first column of the output
-    inside, filters, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,
-    layout: gl.constexpr, BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,
+    inside, filters, OW,  # whether to write; sizes of the output
+    on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # strides of out and residual, in elements
+    layout: gl.constexpr,  # of sums
+    BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
 ):  # fmt: skip
     """Write WINDOW output pixels of [n, s, u] from w on.
 
@@ -61,17 +64,19 @@ def write(
     shifted = gl.minimum(row[:, None] + column[None, :], 63)  # [64, BK * BF]
     gathered = gl.gather(sums, shifted, 0)  # [64, BK * BF]
     if BK > 65 - WINDOW:  # columns without a tap hold zeros, but NaN beside a pixel that is not finite
-        gathered = gl.where((column < 65 - WINDOW)[None, :], gathered, 0.0)
+        gathered = gl.where((column < 65 - WINDOW)[None, :], gathered, 0.0)  # [64, BK * BF]
     total = gl.convert_layout(gl.sum(gl.reshape(gathered, (64, BK, BF)), 1), flat)  # [64, BF]
     if bias is not None:
+        # [1, BF]
         total += gl.load(bias + filter, mask=filter < filters, other=0.0).to(gl.float32)[None, :]
     at = w + pixel  # [64]
     inside = ((pixel < WINDOW) & (at < OW))[:, None] & (filter < filters)[None, :] & inside  # [64, BF]
     if residual is not None:
         beside = gl.cast(n, gl.int64) * rn + gl.cast(s, gl.int64) * rs + gl.cast(u, gl.int64) * ru
         beside = residual + beside + (at[:, None] * rw + filter[None, :] * rc)  # [64, BF]
-        total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)
+        total += gl.load(beside, mask=inside, other=0.0).to(gl.float32)  # [64, BF]
     to = gl.cast(n, gl.int64) * on + gl.cast(s, gl.int64) * os + gl.cast(u, gl.int64) * ou
+    # [64, BF]
     gl.store(
         out + to + (at[:, None] * ow + filter[None, :] * oc), total.to(out.dtype.element_ty), mask=inside
     )
@@ -80,10 +85,11 @@ def write(
 @gluon.jit
 def compute_narrow(
     out, residual, bias,  # [N, OS, OU, OW, filters] by their strides, [filters]
-    xs, b1, full, free_x, free_b, tiles, nw, nt, ns,  # as in `fetch`
+    xs, b1,  # shared memory: [2 * STAGES * PLACES, 1, 1, 1, 64, BC], [STAGES * KS, BK, BF, 1, BC]
+    full, free_x, free_b, tiles, nw, nt, ns,  # as in `fetch`
     groups, filters, OS, OU, OW,  # groups of a tile; sizes of the output
     on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # strides of out and residual, in elements
-    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    KS: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,  # as in `fetch`
     BK: gl.constexpr, BF: gl.constexpr,  # columns of the kernel and filters, as powers of two
     WINDOW: gl.constexpr, HALF: gl.constexpr,  # output pixels of a warpgroup; which one this is
 ):  # fmt: skip
@@ -119,14 +125,16 @@ def narrow_out(
     tiles, nw, nt, ns, channel_blocks, frames, size, ps, pu, pw,  # as in `fetch`
     filters, OS, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
     KS: gl.constexpr, KU: gl.constexpr, TAP_S: gl.constexpr, TAP_U: gl.constexpr,  # as in `fetch`
-    REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    REPLICATE: gl.constexpr, SLOTS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,  # as in `fetch`
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
     REGISTERS: gl.constexpr,  # of a thread that multiplies
 ):  # fmt: skip
     """Few filters: the kernel's columns are columns of the product too, so every pixel is fetched once for
     each tap along U only."""
     PLACES: gl.constexpr = SLOTS + KS - 1  # of the input along S that a group fetches
+    # [2 * STAGES * PLACES, 1, 1, 1, 64, BC]
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES * PLACES, 1, 1, 1, 64, BC], x.layout)
+    # [STAGES * KS, BK, BF, 1, BC]
     b1 = gl.allocate_shared_memory(x.dtype, [STAGES * KS, BK, BF, 1, BC], w1.layout)
     full, free_x, free_b = rings(STAGES, PLACES, KS)
     groups = KU * channel_blocks
@@ -151,7 +159,10 @@ def narrow_out(
 
 
 @gluon.jit
-def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
+def strip(
+    tile, nw, nu, ns,  # number of the strip; strips along W and along U; frames
+    ROWS: gl.constexpr, WINDOW: gl.constexpr,  # rows of a strip; output pixels of a warpgroup
+):  # fmt: skip
     """Batch, frame, first row and column of a strip, and whether it is gone through upwards, as every other
     one is: two strips then come to the rows they share at the same time, and one of them finds these in the
     cache. Frames are neighbours: they read the same ones."""
@@ -163,11 +174,13 @@ def strip(tile, nw, nu, ns, ROWS: gl.constexpr, WINDOW: gl.constexpr):
 
 
 @gluon.jit
-def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+def barriers(
+    NUMBER: gl.constexpr, ARRIVALS: gl.constexpr,  # barriers; arrivals that complete a phase of one
+):  # fmt: skip
     """Each must be waited for. Triton hands out the memory of one that is not, but to the card it stays a
     barrier: when another process is given the card for a while, those 8 bytes do not come back as they
     were."""
-    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    made = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())  # [NUMBER, 1]
     for i in gl.static_range(NUMBER):
         mbarrier.init(made.index(i), count=ARRIVALS)
     return made
@@ -176,8 +189,10 @@ def barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def fetch_rolled(
     x, cache, w1,  # TMA descriptors, as in `narrow_out`
+    # [2 * STAGES, 1, 1, 1, 64, BC]
     xs,  # shared memory: STAGES groups: BC channels of a row of one frame, in two boxes of 64 pixels
-    taps,  # shared memory: KU * KS * BLOCKS blocks of the weight
+    taps,  # shared memory: KU * KS * BLOCKS blocks [BK, BF, 1, BC] of the weight
+    # [STAGES, 1], [STAGES, 1], [1]
     full, free, held,  # barriers: groups that have come, groups that are done with, the weight
     tiles, nw, nu, ns,  # strips; strips along W and along U; frames
     frames, ps, pu, pw,  # frames of cache; padding before the first element
@@ -206,11 +221,11 @@ def fetch_rolled(
                     frame = gl.maximum(frame, -frames)
                 for block in range(BLOCKS):
                     stage = step % STAGES
-                    ready = full.index(stage)
+                    ready = full.index(stage)  # [1]
                     mbarrier.wait(free.index(stage), (step // STAGES) & 1 ^ 1)
                     mbarrier.expect(ready, 128 * ROW_BYTES)
                     for half in gl.static_range(2):
-                        into = xs.index(2 * stage + half)
+                        into = xs.index(2 * stage + half)  # [1, 1, 1, 64, BC]
                         fetch_box(
                             x, cache, frames, n, frame, at_u, w - pw + half * WINDOW, block * BC,
                             ready, into, False,
@@ -273,16 +288,18 @@ def narrow_out_rolled(
     tiles, nw, nu, ns, frames, ps, pu, pw,  # as in `fetch_rolled`
     filters, OU, OW, on, os, ou, ow, oc, rn, rs, ru, rw, rc,  # as in `compute_narrow`
     KS: gl.constexpr, KU: gl.constexpr, BLOCKS: gl.constexpr, REPLICATE: gl.constexpr,  # as in `fetch_rolled`
-    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, BC: gl.constexpr,  # as in `fetch_rolled`
     BK: gl.constexpr, BF: gl.constexpr, WINDOW: gl.constexpr,  # as in `compute_narrow`
     REGISTERS: gl.constexpr,  # of a thread that multiplies
 ):  # fmt: skip
     """S is the depth, U the height. ROWS + KU - 1 is a multiple of KU; BLOCKS are those of channels."""
+    # [2 * STAGES, 1, 1, 1, 64, BC]
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES, 1, 1, 1, 64, BC], x.layout)
+    # [KU * KS * BLOCKS, BK, BF, 1, BC]
     taps = gl.allocate_shared_memory(x.dtype, [KU * KS * BLOCKS, BK, BF, 1, BC], w1.layout)
-    full = barriers(STAGES, 1)
-    free = barriers(STAGES, 2)
-    held = barriers(1, 1)
+    full = barriers(STAGES, 1)  # [STAGES, 1]
+    free = barriers(STAGES, 2)  # [STAGES, 1]
+    held = barriers(1, 1)  # [1, 1]
     gl.warp_specialize(
         [
             (compute_rolled, (out, residual, bias, xs, taps, full, free, held.index(0),
