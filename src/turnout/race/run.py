@@ -358,7 +358,7 @@ def _first_calls(
             results.failed = " ".join((message + str(failure)).split())[:300]
             return
         if lane == GRAPH and not any(replays.replayed for replays in contestant.report.graphs.values()):
-            results.failed = f"nothing was replayed; {contestant.report.details().splitlines()[-1].strip()}"
+            results.failed = f"nothing was replayed; {_why_eager(contestant.report)}"
             return
         if bytes_before is not None:
             results.peak_mib = (torch.cuda.max_memory_allocated(device) - bytes_before) / 2**20
@@ -371,6 +371,12 @@ def _first_calls(
         if math.isnan(results.max_error) and bool(stock.isfinite().all()):
             results.failed = "its output has NaN or infinity where stock's has none"
     results.output = output.cpu()
+
+
+def _why_eager(report: Report) -> str:
+    """Why the last kind of call had no graph; without a reason, only other methods of the model have some."""
+    reasons = [reason for replays in report.graphs.values() for reason in replays.eager]
+    return reasons[-1] if reasons else "graphs are made of decode and forward alone"
 
 
 def _in_float32(model: Any, call: Callable[[Any], Tensor]) -> tuple[Tensor | None, str]:
