@@ -18,7 +18,7 @@ from turnout.ops.dot import DOT
 from turnout.routing import store, table
 from turnout.routing.choose import plain
 from turnout.routing.device import Device, known_cards
-from turnout.routing.op import OPS, forget_choices
+from turnout.routing.op import OPS, Key, forget_choices
 from turnout.routing.row import Row, Unreadable, decode
 from turnout.routing.store import export, folder, load_table, publish
 from turnout.routing.table import Table, Tables, forget_tables, stale_routes
@@ -502,3 +502,79 @@ def test_what_one_dnn_may_use_is_part_of_a_cpus_machine(monkeypatch):
 def test_tables_are_read_once():
     forget_tables()
     assert table.Tables.for_device(CPU) is table.Tables.for_device(CPU)
+
+
+WAN = (1, 384, 1, 60, 104)  # two frames are kept before it
+
+
+def wan_convolution(residual):
+    """A convolution of Wan 2.1's decoder, as it is on a card, whose shipped row has no residual."""
+    x = torch.empty(WAN, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last_3d)
+    weight = torch.empty(384, 384, 3, 3, 3, device="meta", dtype=torch.bfloat16)
+    cache = torch.empty(1, 384, 2, 60, 104, device="meta", dtype=torch.bfloat16)
+    last = torch.channels_last_3d
+    return OPS["causal_conv3d"].problem(
+        x,
+        weight.to(memory_format=last),
+        torch.empty(384, device="meta", dtype=torch.bfloat16),
+        cache.to(memory_format=last),
+        [1, 1, 1],
+        [1, 1],
+        [1, 1, 1],
+        1,
+        "zeros",
+        x if residual else None,
+    )
+
+
+def test_a_call_with_a_residual_goes_by_the_row_of_one_without():
+    op, shipped = OPS["causal_conv3d"], Tables.for_device(H200).shipped
+    plain_row = shipped.lookup(op, wan_convolution(residual=False))
+    with_residual = shipped.lookup(op, wan_convolution(residual=True))
+    assert "residual" not in plain_row.note
+    assert with_residual.note == f"without a residual, {plain_row.note}"
+    assert with_residual.us == plain_row.us
+    verdict = op.verdict(op_key(wan_convolution(residual=True)), H200)
+    assert (verdict.chosen, verdict.authority) == ("implicit-gemm-hopper", "measured, shipped")
+
+
+def op_key(problem):
+    return Key(problem, False, ())
+
+
+def test_a_call_without_a_residual_takes_no_row_of_one_with_it():
+    op, shipped = OPS["causal_conv3d"], Tables.for_device(H200).shipped
+    alone = [row for row in shipped.rows if decode_or_none(op, row) == wan_convolution(residual=False)]
+    assert alone
+    problem = wan_convolution(residual=True)
+    beside = plain(problem.convolution.residual)
+    changed = [
+        replace(
+            row, problem={**row.problem, "convolution": with_item(row.problem["convolution"], 11, beside)}
+        )
+        for row in alone
+    ]
+    table = Table(changed, H200, measured_on="here")
+    assert table.lookup(op, problem) is not None
+    assert table.lookup(op, wan_convolution(residual=False)) is None
+
+
+def decode_or_none(op, row):
+    try:
+        return decode(op, row.problem) if row.op == op.name else None
+    except Unreadable:
+        return None
+
+
+def with_item(values, i, value):
+    return [*values[:i], value, *values[i + 1 :]]
+
+
+def test_a_row_counts_for_other_strides_of_axes_of_length_one():
+    op, shipped = OPS["causal_conv3d"], Tables.for_device(H200).shipped
+    problem = wan_convolution(residual=False)
+    strides = problem.convolution.input_strides
+    sliced = problem.convolution._replace(input_strides=(7 * strides[0], 1, 7 * strides[0], *strides[3:]))
+    found = shipped.lookup(op, problem._replace(convolution=sliced))
+    assert found.us == shipped.lookup(op, problem).us
+    assert found.note.startswith("a call of this size measured on")

@@ -74,9 +74,9 @@ def stand_in():
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    from turnout.race import models
+    from turnout.race import calls
 
-    models.is_planning = lambda: True  # its inputs are drawn without a generator on the card
+    calls.is_planning = lambda: True  # its inputs are drawn without a generator on the card
     driver.set_active(CudaDriver())
     return OnTheHost()
 

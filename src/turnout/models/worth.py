@@ -81,7 +81,11 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
         return False  # the function says what is wrong with its arguments
     if blocked(lowered, False) is not None or op.failed.next_try(op.key(lowered)) is not None:
         return False
-    pays = _pays(op, lowered)
+    split = settings.splitting()
+    try:
+        pays = _pays(op, lowered) if split is None else gains(split.verdict(op, lowered))
+    except (ValueError, NotImplementedError):  # of a call that no rank can make
+        return False
     remember(layer, op, _kind(x), routed=pays)
     return not pays
 

@@ -25,6 +25,7 @@ from turnout.parallel.exchange import empty_resized
 from turnout.parallel.norms import NORMS
 from turnout.parallel.split import Split, Way
 from turnout.routing import settings
+from turnout.routing.choose import Verdict
 from turnout.routing.op import Op
 from turnout.routing.torch_private import without_function_modes
 
@@ -89,6 +90,9 @@ class Together(Split):
             with without_function_modes():  # the reference may call what a rank's mode takes over
                 self.returned[kind] = op.reference(*map(_meta, calls[0])).stride()
         return kind, Way(first.part, apart, is_known, first.written)
+
+    def verdict(self, op: Op, args: tuple) -> Verdict:
+        return self.alone.verdict(op, self.arguments(op, args, 0))
 
     def arguments(self, op: Op, args: tuple, call: int) -> tuple:
         """Those of one of the calls: its own frames, and behind which cached ones they come."""

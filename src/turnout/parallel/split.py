@@ -29,7 +29,7 @@ from turnout.parallel.attention import OwnQueries
 from turnout.parallel.exchange import EDGES, Exchange, Halo, dense, empty_resized, fill_edge, strides_resized
 from turnout.parallel.norms import NORMS, Norm
 from turnout.routing import settings
-from turnout.routing.choose import REFERENCE
+from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.device import Device
 from turnout.routing.fallback import blocked
 from turnout.routing.op import Op
@@ -117,6 +117,11 @@ class Split:
         raise NotImplementedError(
             f"turnout.{op.name} is not known to a distributed model; restore() the model to run it"
         )
+
+    def verdict(self, op: Op, args: tuple) -> Verdict:
+        """What is chosen for the whole call of which this is a rank's part."""
+        (*_, problem), _ = self.way(op, args)
+        return op.verdict(op.key(args)._replace(problem=problem))
 
     def of(self, calls: int) -> Split:
         """The plan for calls that stand for so many of one process, behind each other in the frames."""

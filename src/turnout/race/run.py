@@ -374,8 +374,9 @@ def _first_calls(
 
 
 def _why_eager(report: Report) -> str:
-    """Why the last kind of call had no graph; without a reason, only other methods of the model have some."""
-    reasons = [reason for replays in report.graphs.values() for reason in replays.eager]
+    """How many calls had no graph, and why; none, where graphs are made of other methods of the model."""
+    lines = [line for replays in report.graphs.values() for line in replays.lines()]
+    reasons = [line for line in lines if "not captured" in line]
     return reasons[-1] if reasons else "graphs are made of decode and forward alone"
 
 

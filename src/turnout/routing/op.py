@@ -9,7 +9,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class TurnoutWarning(UserWarning):
     """Something was given up, and the result is still right."""
 
 
+class Simpler(NamedTuple):
+    """A problem without something of another one, and what it lacks, in words."""
+
+    problem: Any
+    lacks: str
+
+
 class Op:
     """A reference function in plain PyTorch, plus its routes. The reference defines the result, and is the
     fake kernel and the fallback.
@@ -78,6 +85,8 @@ class Op:
     arguments of the reference, or those of a public function declared with `of_cases=True` (see `public`).
     family: maps a problem to (family, size). Problems of one family differ in size only, so times between two
     measured sizes are interpolated.
+    simpler: maps a problem to the same one without something that costs the reference more than any route,
+    and says what it lacks; or to None. A measurement of it counts where the problem has none.
     vjp: `vjp(inputs, grads)` returns a gradient for each input. Without it, backward is the vector-Jacobian
     product of the reference.
     mutates: names the arguments that a call writes into (see `mutation`). The reference of such an op reads
@@ -99,6 +108,7 @@ class Op:
         work: Callable[[Any], Work],
         cases: str | Cases,
         family: Callable[[Any], tuple[Any, int]] | None = None,
+        simpler: Callable[[Any], Simpler | None] | None = None,
         autocast: Literal["cast", "ignore", "reference"] = "reference",
         vjp: Callable[[tuple, tuple], Sequence[Tensor | None]] | None = None,
         mutates: tuple[str, ...] = (),
@@ -109,7 +119,7 @@ class Op:
         self.name, self.reference, self.cost = name, reference, cost
         self.problem_type, self.problem = problem_type, problem_type.of
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
-        self._cases = cases
+        self.simpler, self._cases = simpler, cases
         self.signature = inspect.signature(reference)
         self.lowered_by: Callable[..., tuple] | None = None
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference

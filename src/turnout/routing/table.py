@@ -52,20 +52,36 @@ class Table:
         self._indexes: dict[str, Index] = {}
 
     def lookup(self, op: Op, problem: Any) -> Measurement | None:
-        """Find the measurement of a problem, or interpolate between the two nearest sizes of its family."""
+        """Find the measurement of a problem, or interpolate between the two nearest sizes of its family.
+        Where there is none, that of a simpler problem counts, see `Op.simpler`.
+        """
+        found = self._measured(op, problem, problem, "")
+        if found is None and op.simpler is not None:
+            simpler = op.simpler(problem)
+            if simpler is not None:
+                found = self._measured(op, problem, simpler.problem, f"{simpler.lacks}, ")
+        return found
+
+    def _measured(self, op: Op, problem: Any, of: Any, words: str) -> Measurement | None:
+        """What the rows of the problem `of`, or of its family, say of a problem."""
         index = self.index(op)
-        row = index.by_problem.get(problem)
+        row = index.by_problem.get(of)
         if row is not None:
-            return self._usable(op, problem, row, f"measured {self.measured_on}{_with(row)}")
+            note = f"{words}measured {self.measured_on}{_with(row)}"
+            return self._usable(op, problem, row, note, nearby=of != problem)
         if op.family is None:
             return None
-        family, size = op.family(problem)
+        family, size = op.family(of)
         sizes = index.by_family.get(family, [])
         above = bisect_left(sizes, size, key=lambda entry: entry[0])
+        if above < len(sizes) and sizes[above][0] == size:
+            row = sizes[above][1]
+            note = f"{words}a call of this size measured {self.measured_on}{_with(row)}"
+            return self._usable(op, problem, row, note, nearby=True)
         if not 0 < above < len(sizes):
             return None
         (low, low_row), (high, high_row) = sizes[above - 1], sizes[above]
-        note = f"between measured sizes {low} and {high} {self.measured_on}{_with(low_row)}"
+        note = f"{words}between measured sizes {low} and {high} {self.measured_on}{_with(low_row)}"
         a, b = (self._usable(op, problem, row, note, nearby=True) for row in (low_row, high_row))
         if a is None or b is None:
             return None

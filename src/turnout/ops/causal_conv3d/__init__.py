@@ -15,7 +15,7 @@ from turnout.ops.convolution.gradients import convolution_backward, residual_gra
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format, with_residual
 from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
-from turnout.routing.op import Op
+from turnout.routing.op import Op, Simpler
 from turnout.routing.public import public
 from turnout.routing.route import Work
 
@@ -162,6 +162,12 @@ def family(problem: CausalConv3d) -> tuple:
     return (without_sizes, cache, problem.pad_mode), pixels
 
 
+def simpler(problem: CausalConv3d) -> Simpler | None:
+    """Without the residual, as any convolution."""
+    found = costs.simpler(problem.convolution)
+    return found and found._replace(problem=problem._replace(convolution=found.problem))
+
+
 def reference_cost(problem: CausalConv3d, device: Device) -> float | None:
     """The seconds of the convolution and of joining cache, padding and input."""
     if problem.invalid() is not None:
@@ -181,6 +187,7 @@ CAUSAL_CONV3D = Op(
     work=work,
     cases="turnout.ops.causal_conv3d.cases",
     family=family,
+    simpler=simpler,
     autocast="cast",
     vjp=vjp,
     ambient=torch_settings,

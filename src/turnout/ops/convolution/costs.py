@@ -16,6 +16,7 @@ from turnout.ops.convolution.guards import HALVES, on_torchs_own_loop
 from turnout.ops.convolution.methods import LONGEST_PART, reached
 from turnout.ops.convolution.problem import Convolution, channels_last
 from turnout.routing.device import Device
+from turnout.routing.op import Simpler
 from turnout.routing.route import Work
 
 
@@ -35,6 +36,13 @@ def family(problem: Convolution) -> tuple[Any, int]:
         input=problem.input[:2], input_strides=(), weight_strides=(), residual=None
     )
     return (layouts, *without_sizes), prod(problem.output[2:])
+
+
+def simpler(problem: Convolution) -> Simpler | None:
+    """Without the residual: a kernel adds it to what it has in registers, the reference in another pass."""
+    return (
+        None if problem.residual is None else Simpler(problem._replace(residual=None), "without a residual")
+    )
 
 
 def _tensors(problem: Convolution) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

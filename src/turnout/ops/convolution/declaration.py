@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from turnout.ops.convolution.costs import family, reference_cost, work
+from turnout.ops.convolution.costs import family, reference_cost, simpler, work
 from turnout.ops.convolution.gradients import convolution_vjp
 from turnout.ops.convolution.layout import with_residual
 from turnout.ops.convolution.problem import Convolution, torch_settings
@@ -36,6 +36,7 @@ def convolution_op(name: str, convolve: Callable[..., Tensor], problem_type: typ
         work=work,
         cases=f"turnout.ops.{name}.cases",
         family=family,
+        simpler=simpler,
         autocast="cast",
         vjp=convolution_vjp,
         ambient=torch_settings,
