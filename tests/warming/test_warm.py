@@ -18,6 +18,8 @@ import turnout
 from turnout.cli import app
 from turnout.launch.ahead import Spec
 from turnout.launch.pretended import PRETENDED, NeedsValuesError
+from turnout.models import wan_steps
+from turnout.models.wan_steps import Steps
 from turnout.race.ahead import specs_of_race
 from turnout.race.models import RACERS
 from turnout.routing.op import OPS
@@ -134,6 +136,19 @@ def test_sizes_that_do_not_fit(size, message, card):
 def test_every_model_that_races_can_be_planned(name, card):
     pytest.importorskip(RACERS[name].package)
     assert isinstance(specs_of_race(name, "tiny", None, card), list)
+
+
+@pytest.mark.parametrize(("name", "size"), [("wan-vae", "480x832x81"), ("wan22-vae", "704x1280x61")])
+def test_steps_that_repeat_are_planned_once(name, size, card, monkeypatch):
+    """And no launch is missed by that."""
+    steps = []
+    run = Steps.run
+    monkeypatch.setattr(Steps, "run", lambda self, latent: steps.append(1) or run(self, latent))
+    planned = set(specs_of_race(name, size, None, card))
+    assert len(steps) < 6
+    monkeypatch.setattr(wan_steps, "is_planning", lambda: False)
+    assert set(specs_of_race(name, size, None, card)) == planned
+    assert len(steps) > 15
 
 
 def test_check_says_what_is_missing_until_it_is_compiled(cache):

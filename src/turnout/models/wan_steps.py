@@ -14,6 +14,7 @@ from turnout.models.graphs import layouts
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
 from turnout.models.wan_decoder import may_take_several
+from turnout.routing.device import is_planning
 from turnout.routing.settings import splitting
 
 
@@ -33,7 +34,8 @@ class Autoencoder(Adapter):
 
         # a picture is a clip that ends with its first frame: nothing is kept for the next one
         ends = z.shape[2] == 1
-        steps = Steps(self, Kept([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends))
+        cache = Kept([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends)
+        steps = Steps(self, cache, watch_layouts=is_planning())
         video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
 
@@ -81,21 +83,25 @@ class Steps:
     def _chunks(self, latents: Tensor, run: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """The frames of one latent after the other; of several at once behind the first one where a
         distributed decode may take them together."""
-        split, most = splitting(), 1
+        split, most, frames = splitting(), 1, None
         if split is not None and latents.shape[0] == 1 and may_write(latents):
             most = split.latents if may_take_several(self.vae.decoder, latents) else 1
         begin, total = 0, latents.shape[2]
         while begin < total:
             count = min(most, total - begin) if self.begun else 1
-            if split is None or count == 1:
+            if self.steady and is_planning() and frames is not None:
+                yield torch.empty_like(frames)  # this step launches what the last one has launched
+            elif split is None or count == 1:
                 # dense, in the layout of all: a kernel may round otherwise where it lies otherwise
-                yield run(latents[:, :, begin : begin + 1].clone())
+                frames = run(latents[:, :, begin : begin + 1].clone())
+                yield frames
+                frames = frames if is_planning() else None
             else:
                 several = split.of(count)
                 with several.entered():
                     frames = run(several.gather(latents, begin))
                 yield frames
-                del frames
+                frames = None
             begin += count
 
 
