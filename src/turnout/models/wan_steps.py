@@ -35,7 +35,8 @@ class Autoencoder(Adapter):
         # a picture is a clip that ends with its first frame: nothing is kept for the next one
         ends = z.shape[2] == 1
         cache = Kept([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends)
-        steps = Steps(self, cache, watch_layouts=is_planning())
+        planned = not torch.compiler.is_compiling() and is_planning()
+        steps = Steps(self, cache, watch_layouts=planned, planned=planned)
         video = steps.video(self.post_quant_conv(z))
         return DecoderOutput(sample=video) if return_dict else (video,)
 
@@ -45,13 +46,15 @@ class Steps:
 
     A step replaces the entries of `cache` and writes into its rings: a failure in the middle leaves them of
     no use. steady: the last step left the layout of every cache as it was; only watched if `watch_layouts`.
+    planned: a step that launches what the one before has launched is left out.
     """
 
     def __init__(
-        self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False, watch_layouts: bool = False
+        self, vae: Any, cache: list, *, begun: bool = False, steady: bool = False,
+        watch_layouts: bool = False, planned: bool = False,
     ):  # fmt: skip
         self.vae, self.cache = vae, cache
-        self.begun, self.steady, self.watch_layouts = begun, steady, watch_layouts
+        self.begun, self.steady, self.watch_layouts, self.planned = begun, steady, watch_layouts, planned
 
     def run(self, latent: Tensor) -> Tensor:
         """`[B, C, 1, h, w]` to the frames of this latent, `[B, 3, frames, H, W]`; of several in a distributed
@@ -89,13 +92,13 @@ class Steps:
         begin, total = 0, latents.shape[2]
         while begin < total:
             count = min(most, total - begin) if self.begun else 1
-            if self.steady and is_planning() and frames is not None:
-                yield torch.empty_like(frames)  # this step launches what the last one has launched
+            if self.steady and self.planned and frames is not None:
+                yield torch.empty_like(frames)
             elif split is None or count == 1:
                 # dense, in the layout of all: a kernel may round otherwise where it lies otherwise
                 frames = run(latents[:, :, begin : begin + 1].clone())
                 yield frames
-                frames = frames if is_planning() else None
+                frames = frames if self.planned else None
             else:
                 several = split.of(count)
                 with several.entered():
