@@ -21,7 +21,8 @@ from turnout.parallel.exchange import AXES, Engine, Exchange, levels_of, parts_o
 from turnout.parallel.fake import Fake
 from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
-from turnout.parallel.split import Split, same_bits
+from turnout.parallel.split import Split
+from turnout.parallel.ways import same_bits
 from turnout.routing import settings
 from turnout.routing.op import TurnoutWarning
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Edge = Literal[
-    "zeros", "replicate", "reflect", "none"
-]  # what stands beyond the first and the last row of all
+from turnout.parallel.layout import Edge, buffer_for, empty_resized, fill_edge, pack, unpack
 
 AXES = {"height": -2, "width": -1}
 EDGES: dict[str, Edge] = {
@@ -213,19 +211,19 @@ class Exchange:
         rank, last = self.rank, self.ranks - 1
         sends, receives, places = [], [], []
         if rank > 0 and after:
-            sends.append((rank - 1, _packed(whole.narrow(dim, above, after))))
+            sends.append((rank - 1, pack(whole.narrow(dim, above, after))))
         if rank < last and before:
-            sends.append((rank + 1, _packed(whole.narrow(dim, above + size - before, before))))
+            sends.append((rank + 1, pack(whole.narrow(dim, above + size - before, before))))
         if rank > 0 and before:
             places.append((rank - 1, whole.narrow(dim, 0, before)))
         if rank < last and after:
             places.append((rank + 1, whole.narrow(dim, above + size, after)))
         for other, place in places:
-            receives.append((other, _room(place)))
+            receives.append((other, buffer_for(place)))
         self.engine.exchange(sends, receives)
         for (_, place), (_, got) in zip(places, receives, strict=True):
             if got.data_ptr() != place.data_ptr():
-                place.copy_(_unpacked(got, place))
+                place.copy_(unpack(got, place))
         if rank == 0 and above:
             fill_edge(whole, dim, above, size, edge, first=True)
         if rank == last and below:
@@ -246,29 +244,29 @@ class Exchange:
         spans = self.spans(whole.shape[dim])
         places = [whole.narrow(dim, begin, end - begin) for begin, end in spans]
         places[self.rank].copy_(part)
-        packed = _packed(part)
+        packed = pack(part)
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        receives = [(rank, _room(places[rank])) for rank in others]
+        receives = [(rank, buffer_for(places[rank])) for rank in others]
         self.engine.exchange([(rank, packed) for rank in others], receives)
         for rank, got in receives:
             if got.data_ptr() != places[rank].data_ptr():
-                places[rank].copy_(_unpacked(got, places[rank]))
+                places[rank].copy_(unpack(got, places[rank]))
         return whole
 
     def gather_first(self, part: Tensor, dim: int | None = None) -> Tensor | None:
         """The whole of a tensor, on the first rank; None on all others."""
         dim = (self.axis if dim is None else dim) % part.dim()
         if self.rank > 0:
-            self.engine.exchange([(0, _packed(part))], [])
+            self.engine.exchange([(0, pack(part))], [])
             return None
         whole = empty_resized(part, dim, self.global_size(part.shape[dim]))
         places = [whole.narrow(dim, begin, end - begin) for begin, end in self.spans(whole.shape[dim])]
         places[0].copy_(part)
-        receives = [(rank, _room(places[rank])) for rank in range(1, self.ranks)]
+        receives = [(rank, buffer_for(places[rank])) for rank in range(1, self.ranks)]
         self.engine.exchange([], receives)
         for rank, got in receives:
             if got.data_ptr() != places[rank].data_ptr():
-                places[rank].copy_(_unpacked(got, places[rank]))
+                places[rank].copy_(unpack(got, places[rank]))
         return whole
 
     def all_gather_stats(self, stats: Tensor, counts: Sequence[int] | None = None) -> list[Tensor]:
@@ -299,104 +297,14 @@ def broadcast(
     [tensor([[1., 2.]]), None]
     """
     if engine.rank == owner:
-        packed = _packed(x)
+        packed = pack(x)
         engine.exchange([(other, packed) for other in receivers if other != owner], [])
         return x if owner in receivers else None
     if engine.rank not in receivers:
         return None
     got = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    room = _room(got)
-    engine.exchange([], [(owner, room)])
-    if room.data_ptr() != got.data_ptr():
-        got.copy_(_unpacked(room, got))
+    buffer = buffer_for(got)
+    engine.exchange([], [(owner, buffer)])
+    if buffer.data_ptr() != got.data_ptr():
+        got.copy_(unpack(buffer, got))
     return got
-
-
-def empty_resized(like: Tensor, dim: int, size: int) -> Tensor:
-    """Allocate a tensor as this one but of another size along one dimension, with the same memory order."""
-    shape = list(like.shape)
-    shape[dim] = size
-    strides = strides_resized(tuple(like.shape), like.stride(), dim, size)
-    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
-
-
-def dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
-    """A view of some rows of `whole`, in memory of its own and in the same order."""
-    return empty_resized(whole, axis, part.shape[axis]).copy_(part)
-
-
-def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart.
-    Those of dimensions of size one count too, since routes are chosen by them; one that is no multiple of
-    what lies within stays what it is.
-
-    >>> strides_resized((1, 8, 1, 2, 3), (48, 1, 48, 24, 8), 3, 4)
-    (96, 1, 96, 24, 8)
-    >>> strides_resized((1, 8, 1, 2, 3), (8, 1, 8, 24, 8), 3, 4)
-    (8, 1, 8, 24, 8)
-    """
-    dim %= len(shape)
-    step, found = strides[dim] if shape[dim] > 1 else _step_of_one(shape, strides, dim), list(strides)
-    found[dim] = step
-    for d, stride in enumerate(strides):
-        outer = stride > step or (stride == step and d < dim)
-        whole = step and stride % (step * shape[dim]) == 0
-        if d != dim and outer and step and (whole or shape[d] > 1):
-            found[d] = stride // shape[dim] * size if whole else stride + step * (size - shape[dim])
-    return tuple(found)
-
-
-def _step_of_one(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> int:
-    """How far apart rows would be where there is one, whose stride may be anything: behind each other within
-    the dimensions that are inner ones, all others for the first dimension."""
-    if dim == 0:
-        inner = range(1, len(shape))
-    else:
-        inner = [
-            d
-            for d in range(len(shape))
-            if d > dim or (d == 1 and len(shape) in (4, 5) and _is_innermost(shape, strides, 1))
-        ]
-    return max([strides[d] * shape[d] for d in inner if shape[d] > 1], default=1)
-
-
-def _is_innermost(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> bool:
-    return shape[dim] > 1 and all(
-        strides[dim] < strides[d] for d in range(len(shape)) if d != dim and shape[d] > 1
-    )
-
-
-def _packed(x: Tensor) -> Tensor:
-    """x as a contiguous tensor, channels last: no copy where it lies so. gloo takes no others."""
-    return _channels_behind(x).contiguous()
-
-
-def _room(place: Tensor) -> Tensor:
-    """A contiguous tensor for what fits into `place`: the very place if it lies so."""
-    behind = _channels_behind(place)
-    return (
-        behind
-        if behind.is_contiguous()
-        else torch.empty(behind.shape, dtype=place.dtype, device=place.device)
-    )
-
-
-def _channels_behind(x: Tensor) -> Tensor:
-    return x.movedim(1, -1) if x.dim() in (4, 5) else x
-
-
-def _unpacked(got: Tensor, place: Tensor) -> Tensor:
-    return got.movedim(-1, 1) if place.dim() in (4, 5) else got
-
-
-def fill_edge(whole: Tensor, dim: int, above: int, size: int, edge: Edge, *, first: bool) -> None:
-    """The rows beyond the first or the last one of all."""
-    count = above if first else whole.shape[dim] - above - size
-    rows = whole.narrow(dim, 0 if first else above + size, count)
-    if edge == "zeros":
-        rows.zero_()
-    elif edge == "replicate":
-        rows.copy_(whole.narrow(dim, above if first else above + size - 1, 1).expand_as(rows))
-    else:
-        inside = whole.narrow(dim, above + 1 if first else above + size - 1 - count, count)
-        rows.copy_(inside.flip(dim))

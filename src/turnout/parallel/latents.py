@@ -21,9 +21,10 @@ from torch import Tensor
 
 from turnout import ops
 from turnout.ops.causal_conv3d import next_cache
-from turnout.parallel.exchange import empty_resized
+from turnout.parallel.layout import empty_resized
 from turnout.parallel.norms import NORMS
-from turnout.parallel.split import Split, Way
+from turnout.parallel.split import Split
+from turnout.parallel.ways import Way
 from turnout.routing import settings
 from turnout.routing.choose import Verdict
 from turnout.routing.op import Op

@@ -23,7 +23,8 @@ from turnout.ops.group_norm_silu.blocks import (
     rows_and_columns,
 )
 from turnout.ops.group_norm_silu.padded import fill_border, inside_of
-from turnout.parallel.exchange import EDGES, Halo, dense, empty_resized
+from turnout.parallel.exchange import EDGES, Halo
+from turnout.parallel.layout import dense, empty_resized
 from turnout.routing.op import Op
 
 if TYPE_CHECKING:
