@@ -138,7 +138,6 @@ def test_noise_inside_a_decoder_is_refused():
 def test_more_ranks_than_blocks_take_rows_one_by_one():
     vae = model("flux-vae", torch.float32, fast=True)
     turnout.distribute(vae, Lockstep(40), split="height")
-    distribution = type(vae)._turnout_distribution
-    assert distribution._grain(70) == 1
+    assert type(vae)._turnout_distribution.cuts.grain(70) == 1
     turnout.distribute(vae, Lockstep(35), split="height")
-    assert type(vae)._turnout_distribution._grain(70) == 2
+    assert type(vae)._turnout_distribution.cuts.grain(70) == 2

@@ -9,10 +9,10 @@ import torch
 import turnout
 from tests.parallel.matrix import ALL, AXES, DTYPES, model, random
 from turnout.models import DecodeStream, wan_steps
-from turnout.parallel import Lockstep, latents
+from turnout.parallel import Lockstep, convolution, latents
 from turnout.parallel.exchange import empty_resized
 from turnout.parallel.lockstep import Rank
-from turnout.parallel.split import Split
+from turnout.parallel.ways import choose
 from turnout.routing.op import Op, forget_choices
 from turnout.routing.route import ANYWHERE
 
@@ -83,13 +83,13 @@ def test_calls_go_together(steps):
 def test_routes_that_declare_cuts_between_frames_are_never_run_apart(monkeypatch):
     """As those of a GPU do: what one call returns is then known from the reference, without running it."""
     vae, z = model("wan", torch.bfloat16, fast=True), random(*SHAPES["wan"], dtype=torch.bfloat16)
-    alone, chosen = vae.decode(z).sample, Split._chosen
+    alone = vae.decode(z).sample
 
-    def declaring(self, op, *rest):
-        run, taken, grains = chosen(self, op, *rest)
-        return run, taken, ANYWHERE if op.name == "causal_conv3d" else grains
+    def declaring(op, *rest):
+        route = choose(op, *rest)
+        return route._replace(grain=ANYWHERE) if op.name == "causal_conv3d" else route
 
-    monkeypatch.setattr(Split, "_chosen", declaring)
+    monkeypatch.setattr(convolution, "choose", declaring)
     monkeypatch.setattr(Rank, "compares_all", False)
     turnout.distribute(vae, Lockstep(2), split="width")
     for _ in range(2):
