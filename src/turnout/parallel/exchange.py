@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from turnout.parallel.layout import Edge, buffer_for, empty_resized, fill_edge, pack, unpack
+from turnout.parallel.layout import Edge, Strip, buffer_for, empty_resized, fill_edge, pack, unpack
 
 AXES = {"height": -2, "width": -1}
 EDGES: dict[str, Edge] = {
@@ -30,6 +30,13 @@ class Halo(NamedTuple):
     before: int
     after: int
     edge: Edge
+
+
+class _Messages(NamedTuple):
+    """The other rank and the rows of each message, in order."""
+
+    sends: list[tuple[int, Strip]]
+    receives: list[tuple[int, Strip]]
 
 
 class Engine(Protocol):
@@ -127,6 +134,7 @@ class Exchange:
         self.parts = parts_of(units, engine.ranks, grain)
         self.sizes = [end - begin for begin, end in self.parts]
         self.levels = levels
+        self._messages: dict[tuple, _Messages] = {}
 
     def spans(self, size: int) -> list[tuple[int, int]]:
         """`[begin, end)` of each rank's part of an axis of this global size."""
@@ -206,28 +214,47 @@ class Exchange:
         them.
         """
         dim = (self.axis if dim is None else dim) % whole.dim()
-        size = whole.shape[dim] - above - below
-        self._need_rows(size, max(before, after))
-        rank, last = self.rank, self.ranks - 1
-        sends, receives, places = [], [], []
-        if rank > 0 and after:
-            sends.append((rank - 1, pack(whole.narrow(dim, above, after))))
-        if rank < last and before:
-            sends.append((rank + 1, pack(whole.narrow(dim, above + size - before, before))))
-        if rank > 0 and before:
-            places.append((rank - 1, whole.narrow(dim, 0, before)))
-        if rank < last and after:
-            places.append((rank + 1, whole.narrow(dim, above + size, after)))
-        for other, place in places:
-            receives.append((other, buffer_for(place)))
+        key = (whole.shape, whole.stride(), dim, above, below, before, after)
+        messages = self._messages.get(key)
+        if messages is None:
+            messages = self._messages[key] = self._halo_messages(whole, dim, above, below, before, after)
+        sends, receives, copied = [], [], []
+        for other, strip in messages.sends:
+            rows = strip.view(whole)
+            sends.append((other, rows if strip.is_dense else rows.contiguous()))
+        for other, strip in messages.receives:
+            place = buffer = strip.view(whole)
+            if not strip.is_dense:
+                buffer = torch.empty(strip.sizes, dtype=whole.dtype, device=whole.device)
+                copied.append((place, buffer))
+            receives.append((other, buffer))
         self.engine.exchange(sends, receives)
-        for (_, place), (_, got) in zip(places, receives, strict=True):
-            if got.data_ptr() != place.data_ptr():
-                place.copy_(unpack(got, place))
+        for place, buffer in copied:
+            place.copy_(buffer)
+        rank, last, size = self.rank, self.ranks - 1, whole.shape[dim] - above - below
         if rank == 0 and above:
             fill_edge(whole, dim, above, size, edge, first=True)
         if rank == last and below:
             fill_edge(whole, dim, above, size, edge, first=False)
+
+    def _halo_messages(
+        self, whole: Tensor, dim: int, above: int, below: int, before: int, after: int
+    ) -> _Messages:
+        """Which rows `fill_halo` sends and receives."""
+        rank, last, size = self.rank, self.ranks - 1, whole.shape[dim] - above - below
+        self._need_rows(size, max(before, after))
+        sends, receives = [], []
+        if rank > 0 and after:
+            sends.append((rank - 1, whole.narrow(dim, above, after)))
+        if rank < last and before:
+            sends.append((rank + 1, whole.narrow(dim, above + size - before, before)))
+        if rank > 0 and before:
+            receives.append((rank - 1, whole.narrow(dim, 0, before)))
+        if rank < last and after:
+            receives.append((rank + 1, whole.narrow(dim, above + size, after)))
+        return _Messages(
+            *([(other, Strip.of(rows, whole)) for other, rows in each] for each in (sends, receives))
+        )
 
     def _need_rows(self, size: int, rows: int) -> None:
         times = self.times(size)

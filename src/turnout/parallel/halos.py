@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from turnout import ops
 from turnout.parallel.exchange import EDGES, Exchange, Halo
-from turnout.parallel.layout import dense, empty_resized, fill_edge
+from turnout.parallel.layout import dense, empty_resized, fill_edge, strides_resized
 
 
 class Halos:
@@ -19,14 +20,16 @@ class Halos:
 
     halos: of tensors that were padded with rows of other ranks. caches: halo rows of cached frames, by the
     tensor that stands in a model's list of caches and holds this rank's own rows: what was received once is
-    not sent again.
+    not sent again. rooms: memory that holds a part and has room for a row before and after it, by the part.
+    padded: inputs that got a halo, and what they became; None where nobody asks.
     """
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
         self.halos: Any = WeakIdKeyDictionary()
         self.caches: Any = WeakIdKeyDictionary()
-        self.latest: tuple[Tensor, Tensor] | None = None  # the last input that got a halo, and what it became
+        self.rooms: Any = WeakIdKeyDictionary()
+        self.padded: list[tuple[Tensor, Tensor]] | None = None
 
     def pad(
         self,
@@ -75,9 +78,38 @@ class Halos:
         strips = self.caches.get(x)
         if strips is not None and [strip.shape[self.exchange.axis] for strip in strips] == [before, after]:
             return torch.cat([strips[0], x, strips[1]], self.exchange.axis)
-        whole = self.exchange.halo(x, before, after)
-        self.latest = x, whole
+        room = self.rooms.get(x)
+        if room is None or max(before, after) > 1:
+            whole = self.exchange.halo(x, before, after)
+        else:  # x stands where it is read
+            whole = room.narrow(self.exchange.axis, 1 - before, before + x.shape[self.exchange.axis] + after)
+            self.exchange.fill_halo(whole, before, after, before=before, after=after, edge="zeros")
+        if self.padded is not None:
+            self.padded.append((x, whole))
         return whole
+
+    def with_room(self, x: Tensor) -> Tensor:
+        """Memory for a tensor like x, with room for a row before and after it where that changes no stride: a
+        convolution then reads it where it stands, with the rows of the neighbours around it."""
+        axis, like = self.exchange.axis, torch.empty_like(x, device="meta")
+        shape = list(x.shape)
+        shape[axis] += 2
+        strides = strides_resized(tuple(x.shape), like.stride(), axis, shape[axis])
+        if any(size > 1 and a != b for size, a, b in zip(x.shape, like.stride(), strides, strict=True)):
+            return torch.empty_like(x)
+        room = torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+        own = room.as_strided(x.shape, like.stride(), strides[axis])
+        self.rooms[own] = room
+        return own
+
+    @contextlib.contextmanager
+    def watching_halos(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Inside this block inputs that get a halo are listed."""
+        padded = self.padded = []
+        try:
+            yield padded
+        finally:
+            self.padded = None
 
     def causal_conv(
         self,
@@ -89,21 +121,23 @@ class Halos:
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """A convolution behind cached frames, whose halo rows are kept with them; and the frames to keep."""
-        self.latest = None
-        y, kept = ops.causal_conv3d(
-            x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True
-        )
-        latest, self.latest = self.latest, None
+        with self.watching_halos() as padded:
+            y, kept = ops.causal_conv3d(
+                x, weight, bias, cache=cache, padding=padding, residual=residual, return_cache=True
+            )
         kept = kept.clone() if x.shape[2] > kept.shape[2] else kept
-        if latest is not None and latest[0] is x and padding[self.exchange.axis]:
-            self.keep_halo(kept, cache, latest[1], x.shape[2], padding[self.exchange.axis])
+        self.keep_halo(kept, cache, x, padded, padding[self.exchange.axis])
         return y, kept
 
-    def keep_halo(self, kept: Tensor, cache: Tensor | None, around: Tensor, frames: int, rows: int) -> None:
-        """Keep the halo rows of cached frames, which are the last of `cache` and of `around` with so many
-        frames.
-        """
-        axis, new = self.exchange.axis, min(kept.shape[2], frames)
+    def keep_halo(
+        self, kept: Tensor, cache: Tensor | None, x: Tensor, padded: list[tuple[Tensor, Tensor]], rows: int
+    ) -> None:
+        """Keep the halo rows of cached frames, which are the last of `cache` and of x, where x got a halo."""
+        around = next((whole for part, whole in reversed(padded) if part is x), None)
+        if around is None or not rows:
+            return
+        axis, frames = self.exchange.axis, x.shape[2]
+        new = min(kept.shape[2], frames)
         around = around[:, :, frames - new :]
         strips = around.narrow(axis, 0, rows), around.narrow(axis, around.shape[axis] - rows, rows)
         held = kept.shape[2] - new

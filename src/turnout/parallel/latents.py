@@ -25,7 +25,6 @@ from turnout.parallel.layout import empty_resized
 from turnout.parallel.norms import NORMS
 from turnout.parallel.split import Split
 from turnout.parallel.ways import Way
-from turnout.routing import settings
 from turnout.routing.choose import Verdict
 from turnout.routing.op import Op
 from turnout.routing.torch_private import without_function_modes
@@ -44,7 +43,7 @@ class Together(Split):
         vars(self).update(vars(alone))
         self.alone, self.calls = alone, calls
         assert alone.settings is not None
-        self.settings = settings.Split(alone.settings.pins, alone.settings.numerics, self)
+        self.settings = alone.settings.with_plan(self)
         self.returned: dict[tuple, tuple[int, ...]] = {}  # strides of what one call returns, by kind
 
     def known(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
@@ -203,13 +202,11 @@ class Together(Split):
         padding: tuple[int, int],
         residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        self.alone.latest = None
-        y = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual)
-        latest, self.alone.latest = self.alone.latest, None
+        with self.alone.watching_halos() as padded:
+            y = ops.causal_conv3d(x, weight, bias, cache=cache, padding=padding, residual=residual)
         kept = self.cache(x, cache, weight.shape[2] - 1, self.calls)
         assert kept is not None
-        if latest is not None and latest[0] is x and padding[self.exchange.axis]:
-            self.keep_halo(kept, cache, latest[1], x.shape[2], padding[self.exchange.axis])
+        self.keep_halo(kept, cache, x, padded, padding[self.exchange.axis])
         return y, kept
 
 

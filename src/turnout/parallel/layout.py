@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def dense(part: Tensor, whole: Tensor, axis: int) -> Tensor:
     return empty_resized(whole, axis, part.shape[axis]).copy_(part)
 
 
+@lru_cache(4096)
 def strides_resized(shape: tuple[int, ...], strides: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
     """Strides of a tensor that is longer or shorter along one dimension: outer dimensions move as far apart.
     Those of dimensions of size one count too, since routes are chosen by them; one that is no multiple of
@@ -82,6 +84,27 @@ def buffer_for(place: Tensor) -> Tensor:
 
 def _channels_behind(x: Tensor) -> Tensor:
     return x.movedim(1, -1) if x.dim() in (4, 5) else x
+
+
+class Strip(NamedTuple):
+    """Where some rows of a tensor lie in its memory, channels last: sizes, strides and the first element.
+
+    is_dense: whether they are contiguous there, and so travel as they are.
+    """
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    is_dense: bool
+
+    @staticmethod
+    def of(rows: Tensor, whole: Tensor) -> Strip:
+        behind = _channels_behind(rows)
+        first = rows.storage_offset() - whole.storage_offset()
+        return Strip(tuple(behind.shape), behind.stride(), int(first), behind.is_contiguous())
+
+    def view(self, whole: Tensor) -> Tensor:
+        return whole.as_strided(self.sizes, self.strides, whole.storage_offset() + self.first)
 
 
 def unpack(buffer: Tensor, place: Tensor) -> Tensor:
