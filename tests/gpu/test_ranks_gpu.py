@@ -27,8 +27,21 @@ def test_decode_gives_the_bits_of_one_rank(name, fast, ranks):
     if fast:
         turnout.accelerate(vae)
     z = random(*LATENTS[name], dtype=torch.bfloat16).to("cuda")
+    turnout.distribute(vae, Lockstep(1))
     alone = vae.decode(z).sample
     turnout.distribute(vae, Lockstep(ranks))
+    for _ in range(2):
+        assert torch.equal(vae.decode(z).sample, alone)
+
+
+@pytest.mark.parametrize("name", LATENTS)
+@torch.no_grad()
+def test_routes_that_it_takes_alone_give_the_bits_of_the_model_without_a_mesh(name):
+    vae = model(name, torch.bfloat16, fast=False).to("cuda")
+    turnout.accelerate(vae)
+    z = random(*LATENTS[name], dtype=torch.bfloat16).to("cuda")
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2), routes="alone")
     for _ in range(2):
         assert torch.equal(vae.decode(z).sample, alone)
 
@@ -39,6 +52,7 @@ def test_stream_gives_the_bits_of_one_rank(split):
     vae = model("wan", torch.bfloat16, fast=False).to("cuda")
     turnout.accelerate(vae)
     parts = random(*LATENTS["wan"], dtype=torch.bfloat16).to("cuda").split(1, 2)
+    turnout.distribute(vae, Lockstep(1))
     stream = DecodeStream(vae)
     alone = [stream.decode(part) for part in parts]
     turnout.distribute(vae, Lockstep(4), split=split)

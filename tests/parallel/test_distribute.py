@@ -330,7 +330,7 @@ def test_unknown_models_meshes_and_tiling_are_refused():
     vae = model("wan", torch.bfloat16, fast=False)
     with pytest.raises(TypeError, match="a mesh of type int"):
         distribute(vae, 4)
-    for wrong in ({"split": "depth"}, {"gather": "some"}):
+    for wrong in ({"split": "depth"}, {"gather": "some"}, {"routes": "fast"}):
         with pytest.raises(ValueError, match="one of: "):
             distribute(vae, Lockstep(2), **wrong)
     vae.enable_tiling()

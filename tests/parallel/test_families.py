@@ -14,6 +14,7 @@ from tests.parallel.matrix import ALL, cases, model, random, said
 from tests.parallel.test_norms import pinned
 from turnout.ops.group_norm_silu.block_routes import NAME
 from turnout.parallel import Lockstep
+from turnout.parallel.exchange import Exchange
 
 LATENTS = {
     "flux-vae": [(1, 4, 8, 9), (1, 4, 11, 8)],
@@ -97,6 +98,42 @@ def test_one_step_alone_is_computed_whole(name):
     assert plan(vae).exchange.parts == [(0, 24), (24, 48), (48, 70)]
     assert counts["part"] > 10
     assert counts["whole"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*have other bits than together")
+@pytest.mark.parametrize("name", ["flux-vae", "hunyuan", "cogvideox"])
+@torch.no_grad()
+def test_routes_of_parts_give_the_same_bits_on_any_number_of_ranks(name):
+    """Split, dealt out by samples and by clips, and on one rank: those of norms that sum blocks."""
+    pytest.importorskip("numba")
+    vae = model(name, torch.bfloat16, fast=True)
+    z = random(3, 4, *((2,) if name in FRAMES else ()), 9, 8, dtype=torch.bfloat16)
+    with pinned(NAME):
+        expected = vae.decode(z).sample
+        each = torch.cat([vae.decode(clip).sample for clip in z.split(1)])
+    for ranks, split in ((1, "auto"), (2, "auto"), (3, "batch"), (4, "auto"), (2, "width")):
+        turnout.distribute(vae, Lockstep(ranks), split=split, routes="parts")
+        for _ in range(2 if ALL else 1):
+            assert torch.equal(vae.decode(z).sample, expected), (ranks, split)
+    frames = [clip.sample for clip in vae.decode(list(z.split(1)))]
+    assert torch.equal(torch.cat(frames), each)
+
+
+@torch.no_grad()
+def test_a_norm_writes_where_the_convolution_reads(monkeypatch):
+    """Rows of a picture: only the latents, and what is upsampled, are copied to have a halo."""
+    pytest.importorskip("numba")
+    vae = model("flux-vae", torch.bfloat16, fast=True)
+    turnout.distribute(vae, Lockstep(2), split="height", routes="parts")
+    z = random(1, 4, 8, 9, dtype=torch.bfloat16)
+    vae.decode(z)
+    copied, halo = [], Exchange.halo
+    monkeypatch.setattr(
+        Exchange, "halo", lambda self, x, *args, **kwargs: copied.append(x) or halo(self, x, *args, **kwargs)
+    )
+    vae.decode(z)
+    upsamplers = sum(len(block.upsamplers or ()) for block in vae.decoder.up_blocks)
+    assert len(copied) == 2 * (1 + upsamplers)
 
 
 @torch.no_grad()

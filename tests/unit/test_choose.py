@@ -1,5 +1,6 @@
 """The order of authority, on an op made of plain functions."""
 
+from math import inf
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import pytest
 
 from turnout.routing.choose import Refused, choose
 from turnout.routing.device import Device
+from turnout.routing.settings import Preference
 from turnout.routing.table import Measurement
 
 CPU = Device.of("cpu")
@@ -108,6 +110,36 @@ def test_pin_beats_everything_and_raises_with_all_reasons_when_refused():
         Refused, match=r"pinned to 'c', which refuses n=7: x, this route needs y; z, this route needs w"
     ):
         choose(toy, Size(7), CPU, pin="c")
+
+
+def test_a_preferred_route_is_taken_unless_the_choice_is_preferred_or_much_faster():
+    close = op(route("fast", 2e-6), route("slow", 4e-6), route("slower", 2.9e-6), route("unknown", None))
+    assert picked(close, Size(1), CPU, preferred=Preference(("slow", "slower"), 1.5)) == (
+        "slower",
+        "preferred",
+    )
+    assert picked(close, Size(1), CPU, preferred=Preference(("slow",), 1.5)) == ("fast", "model")
+    assert picked(close, Size(1), CPU, preferred=Preference(("slow", "fast"), 1.5)) == ("fast", "model")
+    assert picked(close, Size(1), CPU, preferred=Preference(("unknown",), 1.5)) == ("unknown", "preferred")
+    assert picked(close, Size(1), CPU, preferred=Preference(("slow", "unknown"), 1.5)) == ("fast", "model")
+    assert picked(close, Size(1), CPU, preferred=Preference(("slow",), inf)) == ("slow", "preferred")
+    times = [("measured here", measured(fast=1, reference=9, slower=1.4, config={"slower": {"block": 16}}))]
+    verdict = choose(close, Size(1), CPU, measured=times, preferred=Preference(("slower",), 1.5))
+    assert (verdict.chosen, dict(verdict.config)) == ("slower", {"block": 16})
+
+
+def test_a_preferred_route_gives_way_to_a_pin_to_reasons_and_to_numerics():
+    routes = op(route("a", 2e-6), route("b", 3e-6, refuses=lambda problem, device: ["no"]))
+    assert picked(routes, Size(1), CPU, preferred=Preference(("b",), 1.5)) == ("a", "model")
+    assert picked(routes, Size(1), CPU, preferred=Preference(("a",), 1.5), pin="reference") == (
+        "reference",
+        "pin",
+    )
+    assert picked(routes, Size(1), CPU, preferred=Preference(("a",), 1.5), numerics="exact")[0] == "reference"
+    assert (
+        picked(routes, Size(1), CPU, preferred=Preference(("a",), 1.5), blocked_by="blocked")[0]
+        == "reference"
+    )
 
 
 def test_numerics_limits_the_choice_and_a_pin_may_go_beyond():

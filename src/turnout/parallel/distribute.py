@@ -17,6 +17,7 @@ from turnout.parallel.vaes import known_parts, most_latents, refuse_noise, refus
 
 SPLITS = ("auto", "height", "width", "batch")
 GATHERS = ("all", "first", "none")
+ROUTES = ("auto", "parts", "alone")
 
 
 def distribute(
@@ -25,6 +26,7 @@ def distribute(
     *,
     split: Literal["auto", "height", "width", "batch"] = "auto",
     gather: Literal["all", "first", "none"] = "all",
+    routes: Literal["auto", "parts", "alone"] = "auto",
     latents: int | Literal["auto"] = "auto",
     timeout: float = 600.0,
 ) -> Report:
@@ -41,6 +43,12 @@ def distribute(
     split: the axis. "auto" takes samples where there are as many as ranks, else the axis whose longest part
     is the smallest share. Parts may differ by one row of latents.
     gather: "all" ranks get the whole result, the "first" one (others get None), or "none": each has its part.
+    routes: which routes an accelerated model takes. "alone": those that it takes without a mesh, with the
+    same bits. What such a route needs of other parts is gathered, and where a part would have other bits, as
+    may be with a group norm or a convolution of torch, every rank computes the whole. "parts": those that
+    ranks can compute of their parts, where there is one that does not take much longer. The bits are then
+    the same for any number of ranks, one included, and differ from those of the model without a mesh as
+    those of two routes do. "auto": "parts" on a GPU, "alone" elsewhere.
     latents: how many latents an accelerated decoder of Wan takes at a time at most, behind the first one of a
     clip; "auto": four. At each stage as many of them go on together as have no more elements than two frames
     of the last stage, which one process has there in any case.
@@ -54,10 +62,6 @@ def distribute(
     Ranks compare versions, settings, measured tables, weights and shapes, and raise `RanksDiffer` where they
     are not the same. An exception on one rank is raised on all. Calls that want gradients, or run under
     autocast, are computed whole on every rank, with a warning. `restore` undoes it.
-
-    Group norms are computed of parts where the whole call takes sums of blocks: on a CPU for large pictures,
-    on a GPU inside `turnout.pin(group_norm_silu="block-sums", ...)`, which then holds for one rank and for
-    many. Elsewhere their inputs are gathered.
 
     >>> import torch, turnout
     >>> from diffusers import AutoencoderKLWan
@@ -75,11 +79,13 @@ def distribute(
         raise ValueError(f"distribute: split {split!r}; one of: {', '.join(SPLITS)}")
     if gather not in GATHERS:
         raise ValueError(f"distribute: gather {gather!r}; one of: {', '.join(GATHERS)}")
+    if routes not in ROUTES:
+        raise ValueError(f"distribute: routes {routes!r}; one of: {', '.join(ROUTES)}")
     known = known_parts(vae)
     at_once = most_latents(vae, latents)
     refuse_tiling(vae)
     refuse_noise(vae)
-    distribution = Distribution(vae, _engine(mesh, timeout), split, gather, at_once)
+    distribution = Distribution(vae, _engine(mesh, timeout), split, gather, routes, at_once)
     _take_fronts(vae)
     distribution.meet()
     report = Report()

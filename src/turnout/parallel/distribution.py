@@ -17,7 +17,7 @@ from turnout.parallel.exchange import AXES, Engine, Exchange
 from turnout.parallel.fronts import Distributed, twin_of
 from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
-from turnout.parallel.split import Split
+from turnout.parallel.split import Split, routes_of_parts
 from turnout.parallel.vaes import refuse_captured, refuse_tiling, why_whole
 from turnout.parallel.ways import same_bits
 from turnout.routing import settings
@@ -27,11 +27,19 @@ from turnout.routing.op import TurnoutWarning
 class Distribution:
     """How one VAE is split. The ranks of a `Lockstep` share it."""
 
-    def __init__(self, vae: Any, engine: Lockstep | Engine, split: str, gather: str, latents: int):
+    def __init__(
+        self, vae: Any, engine: Lockstep | Engine, split: str, gather: str, routes: str, latents: int
+    ):
         self.engine, self.ranks, self.split, self.gather = engine, engine.ranks, split, gather
-        self.latents = latents
+        self.latents, self.routes = latents, routes
         self.model = agreement.of_model(vae)
-        self.how = {"split": split, "gather": gather, "ranks": str(engine.ranks), "latents": str(latents)}
+        self.how = {
+            "split": split,
+            "gather": gather,
+            "routes": routes,
+            "ranks": str(engine.ranks),
+            "latents": str(latents),
+        }
         self.splits: dict[tuple, Split] = {}  # of each rank, axis, size and settings
         self.agreed: set[tuple] = set()
         sums_blocks = any(isinstance(module, nn.GroupNorm) for module in vae.modules())
@@ -48,6 +56,17 @@ class Distribution:
 
     def call(self, vae: Any, name: str, x: Any, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`vae.decode` or `vae.encode` of the whole x; `run` is what would run without a distribution."""
+        with self._preferring(vae):
+            return self._call(vae, name, x, run, args, kwargs)
+
+    def _preferring(self, vae: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Inside this block a call takes the routes that this distribution wants, however it is computed."""
+        in_parts = self.routes == "parts"
+        if self.routes == "auto":
+            in_parts = any(weight.device.type == "cuda" for weight in vae.parameters())
+        return settings.preferring(routes_of_parts()) if in_parts else contextlib.nullcontext()
+
+    def _call(self, vae: Any, name: str, x: Any, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         if isinstance(x, list | tuple):
             return self._of_clips(vae, name, x, run, args, kwargs)
         if not isinstance(x, Tensor) or x.dim() not in (4, 5):
@@ -68,7 +87,7 @@ class Distribution:
         of_all_ranks = self.gather == "none" and isinstance(engine, Lockstep)
         is_whole = any(why_whole(vae, clip) for clip in clips)  # gradients, autocast
         if is_whole or self.split in AXES or len(clips) < self.ranks:
-            results = [self.call(vae, name, clip, run, args, kwargs) for clip in clips]
+            results = [self._call(vae, name, clip, run, args, kwargs) for clip in clips]
             if of_all_ranks and not is_whole:
                 return [list(of_rank) for of_rank in zip(*results, strict=True)]
             return results
@@ -113,6 +132,10 @@ class Distribution:
 
     def decode_in(self, stream: Any, z: Any) -> Any:
         """`DecodeStream.decode` of the whole z."""
+        with self._preferring(stream.vae):
+            return self._decode_in(stream, z)
+
+    def _decode_in(self, stream: Any, z: Any) -> Any:
         if stream.graph:
             raise ValueError("DecodeStream: graph=True is not known to a distributed model; use graph=False")
         if not isinstance(z, Tensor) or z.dim() != 5:

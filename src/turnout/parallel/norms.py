@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from turnout.parallel.split import Split
 
 NORMS = ("group_norm_silu", "group_norm_silu_into", "group_norm_silu_pad", "spatial_norm_silu")
+BLOCKS = (NAME_ON_GPU, NAME)
 _SHARED = ("x", "out", "scale", "shift")  # arguments of which each rank has a part
 
 
@@ -57,7 +58,7 @@ class Norm:
         size = self.shape[self.exchange.axis]
         whole_blocks = not any(begin % grain(size) for begin, _ in self.exchange.spans(size))
         self.route = verdict.chosen
-        self.in_blocks = verdict.chosen in (NAME, NAME_ON_GPU) and len(self.shape) > 3 and whole_blocks
+        self.in_blocks = verdict.chosen in BLOCKS and len(self.shape) > 3 and whole_blocks
 
     def moments(self, x: Tensor, groups: int, eps: float) -> Tensor:
         """Those of the whole."""
@@ -92,7 +93,7 @@ class Norm:
                 first_apart=given["first_apart"],
             )
         if "padding" not in given:
-            return normalise(x, moments, weight, bias, silu=silu)
+            return normalise(x, moments, weight, bias, silu=silu, out=self.split.with_room(x))
         padding, mode = list(given["padding"]), given["mode"]
         out = room_for(x, padding)
         normalise(x, moments, weight, bias, silu=silu, out=inside_of(out, padding))

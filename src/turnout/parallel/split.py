@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -28,19 +29,30 @@ from turnout.parallel.attention import OwnQueries
 from turnout.parallel.convolution import convolution
 from turnout.parallel.exchange import Exchange
 from turnout.parallel.halos import Halos
-from turnout.parallel.norms import NORMS, Norm
+from turnout.parallel.norms import BLOCKS, NORMS, Norm
 from turnout.parallel.pointwise import pointwise
 from turnout.parallel.upsampling import upsampling
-from turnout.parallel.ways import PartRefused, Way, relaid, same_bits
+from turnout.parallel.ways import PartRefused, Way, cut_anywhere, relaid, same_bits
 from turnout.parallel.whole_problem import resized
 from turnout.routing import settings
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.fallback import blocked
-from turnout.routing.op import Op
+from turnout.routing.op import OPS, Op
 from turnout.routing.torch_private import without_function_modes
 
 CONVOLUTIONS = ("conv2d", "conv3d", "causal_conv3d")
+_SLOWER = 1.5  # times as long as the fastest route that a convolution may take whose parts are known
 POINTWISE = ("rms_norm_silu", "rms_norm_silu_into")  # every pixel by itself
+
+
+def routes_of_parts() -> settings.Preferred:
+    """Routes that ranks compute of their parts, without looking whether the bits are those of the whole. A
+    norm takes one in any case: by another route every rank gathers and reads all of its input."""
+    windows = {
+        name: settings.Preference(cut_anywhere(OPS[name]), _SLOWER)
+        for name in (*CONVOLUTIONS, "upsample_conv2d")
+    }
+    return (*windows.items(), *((name, settings.Preference(BLOCKS, inf)) for name in NORMS))
 
 
 class Split(Halos):

@@ -37,6 +37,12 @@ class Chosen(NamedTuple):
     grain: Grain
 
 
+def cut_anywhere(op: Op) -> tuple[str, ...]:
+    """The routes of an op whose parts are known to have the bits of the whole, wherever rows or columns are
+    cut."""
+    return tuple(name for name, route in op.routes.items() if route.grain[-2:] == (1, 1))
+
+
 class PartRefused(RuntimeError):
     """The route of the whole call cannot take a rank's part."""
 
@@ -54,7 +60,10 @@ def choose(op: Op, key: Any, chosen: str | None) -> Chosen:
     device = Device.of(key.devices[0])
 
     def run(args: tuple) -> Any:
-        facts = tuple((x.shape, x.stride()) if isinstance(x, Tensor) else str(x) for x in args)
+        facts = tuple(
+            (x.shape, x.stride()) if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
+            for x in args
+        )
         prepared = ready.get(facts)
         if prepared is None:
             reasons = list(route.refuses(op.problem(*args), device))

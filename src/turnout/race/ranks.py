@@ -1,9 +1,8 @@
 """`turnout race MODEL --ranks N`: a VAE's decode on several ranks, on one device.
 
-`lockstep` runs all ranks in turns and compares the bits with one process. `fake` times the compute of every
-rank
-by itself, and adds what messages take by a table of latencies: a prediction, of which the compute is
-measured.
+`lockstep` runs all ranks in turns and compares the bits with a mesh of one rank, and with the model before it
+was distributed. `fake` times the compute of every rank by itself, and adds what messages take by a table of
+latencies: a prediction, of which the compute is measured.
 """
 
 from __future__ import annotations
@@ -75,8 +74,9 @@ def race_ranks(
     links: dict[float, float],
     rounds: int,
 ) -> dict[str, Any]:
-    """A row of `ranks.jsonl`: whether bits are the same (lockstep), or the time of one rank, of each rank's
-    compute and of its messages in seconds, and the predicted speed-up (fake)."""
+    """A row of `ranks.jsonl`: whether bits are those of one rank, and whether one rank has those of the model
+    that is not distributed (lockstep); or the time of one process, of each rank's compute and of its messages
+    in seconds, and the predicted speed-up (fake)."""
     if engine not in ENGINES:
         raise ValueError(f"--engine {engine!r}; one of: {', '.join(ENGINES)}")
     racer, size = racer_named(name), sized(name, size, device)
@@ -102,9 +102,12 @@ def race_ranks(
             "commit": commit(),
         }
         if engine == "lockstep":
+            plain = call(model)
+            distribute(model, Lockstep(1))
             alone = call(model)
             distribute(model, Lockstep(ranks))
-            return row | {"same_bits": all(torch.equal(call(model), alone) for _ in range(2))}
+            same = all(torch.equal(call(model), alone) for _ in range(2))
+            return row | {"same_bits": same, "same_bits_as_plain": torch.equal(alone, plain)}
         row["one_rank_seconds"], row["one_rank_peak_mib"] = _timed(lambda: call(model), device, rounds)
         each = []
         for rank in range(ranks):
@@ -139,7 +142,9 @@ def in_words(row: dict[str, Any]) -> str:
     """What a row says, in lines."""
     head = f"{row['title']}, {row['dtype']}, {row['ranks']} ranks"
     if row["engine"] == "lockstep":
-        return f"{head}: {'the same bits as one rank' if row['same_bits'] else 'OTHER BITS than one rank'}"
+        same = "the same bits as one rank" if row["same_bits"] else "OTHER BITS than one rank"
+        plain = "the same as" if row["same_bits_as_plain"] else "which sums its norms otherwise than"
+        return f"{head}: {same}, {plain} the model that is not distributed"
     lines = [f"{head}: one takes {row['one_rank_seconds']:.3f} s"]
     for rank, share in enumerate(row["of_ranks"]):
         sent = f"{share['messages']} messages of {share['bytes'] / 1e6:.1f} MB"

@@ -1,18 +1,19 @@
-"""Choose a route, in one pure function, by the order of authority: pin, measured here, measured and shipped,
-cost model, reference.
+"""Choose a route, in one pure function, by the order of authority: pin, preferred by a distributed model,
+measured here, measured and shipped, cost model, reference.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from turnout.routing.device import Device
-from turnout.routing.settings import LEVELS
+from turnout.routing.settings import LEVELS, Preference
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -130,6 +131,7 @@ def choose(
     device: Device,
     *,
     pin: str | None = None,
+    preferred: Preference | None = None,
     numerics: str = "close",
     measured: Sequence[tuple[str, Measurement]] = (),
     failed: Mapping[str, str] | None = None,
@@ -138,10 +140,16 @@ def choose(
 ) -> Verdict:
     """Choose the route of one call. A pure function: the same arguments give the same verdict.
 
+    preferred: routes that a distributed model wants to take.
     measured: measurements of this problem from tables, as (authority, measurement), strongest first. failed:
     the routes that failed at launch, with the reason. overhead: seconds that every route costs on top of the
     reference. blocked_by: a reason why no route can take this call; None if there is none.
     """
+    if preferred is not None and pin is None and blocked_by is None:
+        fastest = choose(
+            op, problem, device, numerics=numerics, measured=measured, failed=failed, overhead=overhead
+        )
+        return _prefer(fastest, preferred, op, measured)
     refused: dict[str, list[str]] = {}
     microseconds: dict[str, float | None] = {}
     timed: set[str] = set()
@@ -172,7 +180,6 @@ def choose(
         return verdict(pin, "pin", "the caller asked for it", config)
     if blocked_by is not None:
         return verdict(REFERENCE, REFERENCE, blocked_by)
-
     for authority, measurement in measured:
         times = {
             name: us + 1e6 * overhead
@@ -211,6 +218,24 @@ def choose(
     all_refused = len(refused) == len(op.routes)
     why = "no other route can take this call" if all_refused else "costs are unknown on this device"
     return verdict(REFERENCE, REFERENCE, why)
+
+
+def _prefer(
+    verdict: Verdict, preferred: Preference, op: Op, measured: Sequence[tuple[str, Measurement]]
+) -> Verdict:
+    """The fastest of the preferred routes, unless the choice is one of them, none can take the call, or it
+    takes much longer than the choice. Those whose time nobody knows come last, and are taken."""
+    able = [name for name in preferred.routes if name not in verdict.refused]
+    if verdict.chosen in preferred.routes or not able:
+        return verdict
+    times = verdict.microseconds
+    name = min(able, key=lambda name: inf if (us := times.get(name)) is None else us)
+    us, least = times.get(name), times.get(verdict.chosen)
+    if us is not None and least is not None and us > preferred.margin * least:
+        return verdict
+    config = _pinned_config(op.routes[name], verdict.problem, verdict.device, measured)
+    why = f"it can be cut into parts, which is not known of {verdict.chosen!r}"
+    return replace(verdict, chosen=name, authority="preferred", why=why, config=config or {})
 
 
 def _pinned_config(

@@ -422,6 +422,7 @@ class Op:
             key.problem,
             device,
             pin=pin,
+            preferred=current.preferred.get(self.name),
             numerics=current.numerics,
             measured=Tables.for_device(device).lookup(self, key.problem),
             failed=self._failures(key, device),

@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnout.routing.forks import lock_across_forks
 from turnout.routing.names import not_known, one_of
@@ -16,14 +16,26 @@ from turnout.routing.torch_private import constant_in_graphs
 LEVELS = ("exact", "close", "lossy")
 
 
+class Preference(NamedTuple):
+    """Routes of an op that are taken, where they can take a call, in the place of others: the fastest of
+    them, unless it takes more than `margin` times as long as what would be chosen."""
+
+    routes: tuple[str, ...]
+    margin: float
+
+
+Preferred = tuple[tuple[str, Preference], ...]  # by the op's name
+
+
 class Settings:
-    """Pins (op to route) and the loosest numerics class that may be taken.
+    """Pins (op to route), the loosest numerics class that may be taken, and the routes of ops that are
+    preferred (see `choose`).
 
     Equal settings are one object, so that they hash fast in cache keys.
     """
 
-    def __init__(self, pins: Mapping[str, str], numerics: str):
-        self.pins, self.numerics = dict(pins), numerics
+    def __init__(self, pins: Mapping[str, str], numerics: str, preferred: Preferred = ()):
+        self.pins, self.numerics, self.preferred = dict(pins), numerics, dict(preferred)
         self.levels: dict[str, Settings] = {}  # these settings at other levels, see `at_level`
 
 
@@ -39,9 +51,13 @@ class Split(Settings):
     """
 
     def __init__(
-        self, pins: Mapping[str, str], numerics: str, plan: Callable[[Any, tuple], Callable[..., Any]]
+        self,
+        pins: Mapping[str, str],
+        numerics: str,
+        plan: Callable[[Any, tuple], Callable[..., Any]],
+        preferred: Preferred = (),
     ):
-        super().__init__(pins, numerics)
+        super().__init__(pins, numerics, preferred)
         self.plan = plan
         self._variants: dict[tuple, Split] = {}  # with the same plan, by pins and numerics level
 
@@ -49,9 +65,13 @@ class Split(Settings):
         """The same plan under other pins and another level. Equal ones are one object."""
         key = (tuple(sorted(pins.items())), numerics)
         if key not in self._variants:
-            self._variants[key] = Split(pins, numerics, self.plan)
+            self._variants[key] = Split(pins, numerics, self.plan, _preferred(self))
             self._variants[key]._variants = self._variants
         return self._variants[key]
+
+    def with_plan(self, plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
+        """The same choices by another plan."""
+        return Split(self.pins, self.numerics, plan, _preferred(self))
 
 
 class Asked(Exception):
@@ -66,7 +86,7 @@ ROUTES: dict[str, Mapping[str, Any]] = {}  # the routes of each declared op, by 
 PINNED_TOGETHER: dict[str, tuple[str, ...]] = {}  # names of ops, by the public function that may call them
 
 entered: ContextVar[Settings | None] = ContextVar("turnout_settings", default=None)
-_interned: dict[tuple, Settings] = {}  # by pins and numerics level
+_interned: dict[tuple, Settings] = {}  # by pins, numerics level and preferred routes
 _MOST_INTERNED = 1024
 _lock = lock_across_forks()
 
@@ -94,16 +114,28 @@ def from_environment() -> Settings:
     return _settings(pins_of_ops(pins), check_level(os.environ.get("TURNOUT_NUMERICS", "close")))
 
 
-def _settings(pins: Mapping[str, str], numerics: str) -> Settings:
-    key = (tuple(sorted(pins.items())), numerics)
+def _settings(pins: Mapping[str, str], numerics: str, preferred: Preferred = ()) -> Settings:
+    key = (tuple(sorted(pins.items())), numerics, preferred)
     with _lock:
         if len(_interned) >= _MOST_INTERNED:
             _interned.clear()  # settings in force stay valid; equal ones entered later are another object
-        return _interned.setdefault(key, Settings(pins, numerics))
+        return _interned.setdefault(key, Settings(pins, numerics, preferred))
 
 
 def _changed(now: Settings, pins: Mapping[str, str], numerics: str) -> Settings:
-    return now.with_choices(pins, numerics) if isinstance(now, Split) else _settings(pins, numerics)
+    if isinstance(now, Split):
+        return now.with_choices(pins, numerics)
+    return _settings(pins, numerics, _preferred(now))
+
+
+def _preferred(now: Settings) -> Preferred:
+    return tuple(now.preferred.items())
+
+
+def preferring(preferred: Preferred) -> contextlib.AbstractContextManager[None]:
+    """Inside this block these routes are preferred, see `choose`; pins take precedence."""
+    now = current()
+    return entering(_settings(now.pins, now.numerics, preferred))
 
 
 @constant_in_graphs  # nobody compiles a split model from outside
@@ -114,14 +146,14 @@ def splitting() -> Any:
 
 
 def plainly(now: Split) -> contextlib.AbstractContextManager[None]:
-    """Inside this block: the same pins and level without the split, for what every rank computes whole."""
-    return entering(_settings(now.pins, now.numerics))
+    """Inside this block: the same choices without the split, for what every rank computes whole."""
+    return entering(_settings(now.pins, now.numerics, _preferred(now)))
 
 
 def split_by(plan: Callable[[Any, tuple], Callable[..., Any]]) -> Split:
     """The settings in force now, split by this plan."""
     now = current()
-    return Split(now.pins, now.numerics, plan)
+    return Split(now.pins, now.numerics, plan, _preferred(now))
 
 
 def at_level(now: Settings, level: str) -> Settings:
