@@ -115,6 +115,46 @@ def test_rates_that_were_changed_behind_our_back():
             layer.mixer.A_log.data.add_(0.5)
 
 
+class WithMore(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + 0.25
+
+
+def another_activation(model):
+    for layer in mixers(model):
+        layer.activation = "gelu"
+
+
+def quantised(model):
+    """Then the stock forward of Falcon Mamba and Jamba calls `dt_proj`, whatever has become of it."""
+    model.config._is_quantized = True
+    for layer in mixers(model):
+        layer.dt_proj.__class__ = WithMore
+
+
+def mixers(model):
+    return [module for module in model.modules() if hasattr(module, "dt_proj")]
+
+
+@pytest.mark.parametrize("change", [another_activation, quantised])
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
+@torch.no_grad()
+def test_mixers_that_were_changed_since_run_the_stock_forward(name, change):
+    torch.manual_seed(0)
+    model = MADE[name]().eval()
+
+    def logits():
+        return torch.cat([model(TOKENS).logits, step_of(model, model)], 1)
+
+    with turnout.accelerated(model):
+        before = logits()
+        change(model)
+        actual = logits()
+    expected = logits()
+    close(actual, expected)
+    assert not torch.allclose(actual, before) or (name, change) == ("mamba", quantised)
+
+
 def test_steps_with_gradients_take_the_stock_forward():
     """Which has no backward either, the states are overwritten; but it says so."""
     model = mamba().eval()

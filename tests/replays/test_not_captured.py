@@ -1,8 +1,11 @@
 """Calls that are not captured run as without graphs, and what they write or return is the caller's."""
 
+import itertools
+import random
 import types
 import warnings
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,14 @@ def test_random_numbers_are_not_captured(small):
     result = [model(x) for _ in range(4)]
     assert not any(torch.equal(result[0], other) for other in result[1:])
     assert replays.eager["it draws random numbers"] == 3
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand], ids=["python", "numpy"])
+def test_random_numbers_of_the_host_are_not_captured(draw, small):
+    model, replays, x = small(lambda model, x, scale: x * float(draw()))
+    result = [model(x) for _ in range(5)]
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(result))
+    assert replays.captured == 0
 
 
 def test_model_that_changes_itself_is_not_captured(small):
@@ -109,4 +120,48 @@ def test_step_that_waits_for_the_device_is_left_to_the_stock_call(small):
         warnings.simplefilter("error")
         for sign in (-1, -1, 1):
             assert torch.equal(model(sign * x), sign * x * (2 if sign > 0 else 3))
+    assert replays.captured == 0
+
+
+def shared_with_more(output):
+    output.more = 1
+    return output
+
+
+def outputs_of(x):
+    """What a forward may return of one tensor, and how much of it is replayed."""
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+
+    inside = [x]
+    return {
+        "one tensor twice": ((x, [x]), 2),
+        "a tensor and a part of it": ((x, x[0]), 0),
+        "parts of a tensor": (x.chunk(2, 1), 2),
+        "parts that overlap": ((x[:, :3], x[:, 1:]), 0),
+        "a list twice": ((inside, inside), 0),
+        "a dict of numbers": ({0: x, 1.5: x + 1}, 2),
+        "an attribute that its class does not have": (shared_with_more(Transformer2DModelOutput(x)), 0),
+    }
+
+
+@pytest.mark.parametrize("name", outputs_of(torch.ones(2, 4)))
+def test_outputs_hang_together_as_those_of_the_stock_call(name, small):
+    model, replays, x = small(lambda model, x, scale: outputs_of(x * 2)[name][0])
+    for given in (x, x, x, x + 1):
+        result, expected = model(given), model.body(model, given, 1.0)
+    leaves, wanted = map(torch.utils._pytree.tree_leaves, (result, expected))
+    leaves[0].zero_()
+    wanted[0].zero_()
+    assert all(map(torch.equal, leaves, wanted))
+    assert type(result) is type(expected)
+    assert not isinstance(result, dict) or list(result) == list(expected)
+    assert getattr(result, "more", None) == getattr(expected, "more", None)
+    assert replays.replayed == outputs_of(x)[name][1]
+
+
+def test_container_of_the_caller_that_is_returned_is_the_callers_own(small):
+    model, replays, x = small(lambda model, x, scale: (x * 2, scale))
+    for _ in range(4):
+        given = {"by": 3}
+        assert model(x, given)[1] is given
     assert replays.captured == 0

@@ -22,7 +22,7 @@ from tests.models.zoo import made
 from tests.warming.test_warm import alive
 from turnout.launch import launcher
 from turnout.models import calls, first_calls
-from turnout.models.snapshot import FIRST_CALLS
+from turnout.models.state import FIRST_CALLS
 from turnout.routing import settings
 from turnout.warming import compiling
 from turnout.warming.warmed import Kernel, Warmed, card_named

@@ -13,7 +13,7 @@ from torch import nn
 from turnout.models import bare, calls, diffusers, layers, patch, stock, transformers, worth
 from turnout.models.graphs import ENGINES
 from turnout.models.report import Entry, Report, weights_of
-from turnout.models.snapshot import FIRST_CALLS, REPLAYS
+from turnout.models.state import FIRST_CALLS, REPLAYS
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.settings import check_level
 from turnout.routing.torch_private import uncompiled

@@ -17,7 +17,7 @@ from turnout.models import patch
 from turnout.models.first_calls import FirstCalls
 from turnout.models.patch import Adapter
 from turnout.models.replays import Replays
-from turnout.models.snapshot import FIRST_CALLS, REPLAYS
+from turnout.models.state import FIRST_CALLS, REPLAYS
 from turnout.routing.device import is_planning
 
 

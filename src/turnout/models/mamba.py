@@ -21,7 +21,7 @@ from turnout.models.patch import Adapter
 from turnout.models.rebinding import Rebinder
 from turnout.ops.causal_conv1d_update import CAUSAL_CONV1D_UPDATE
 from turnout.ops.selective_scan_update.routes import SELECTIVE_SCAN_UPDATE
-from turnout.routing.fallback import autocasts
+from turnout.routing.fallback import PLAIN_TENSORS, autocasts
 
 _ACTIVATIONS = {None: None, "silu": "silu", "swish": "silu"}
 _ALL_LAUNCH = 2**18  # elements whose norm takes a card less time than a host takes to ask for it
@@ -125,7 +125,8 @@ class Mixer(Adapter):
         differentiable_step = (
             hidden_states.shape[1] == 1 and torch.is_grad_enabled()
         )  # ops that write states in place have no backward
-        if differentiable_step or _hooked(self._modules.values()):
+        known = self.activation in _ACTIVATIONS  # it may have been set since
+        if differentiable_step or not known or _hooked(self._modules.values()):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if torch.compiler.is_compiling():
             return self._turnout_traced(*args, **kwargs)
@@ -185,12 +186,14 @@ def _held(
         return None
     if torch.compiler.is_dynamo_compiling() or autocasts(hidden_states.device.type):
         return None
+    # of a quantised model the stock forward calls dt_proj, of any other it multiplies with its weight
+    if mixer.activation not in _ACTIVATIONS or hasattr(mixer.config, "_is_quantized"):
+        return None
     layer, dt_proj = cache_params.layers[mixer.layer_idx], mixer.dt_proj
-    if (
-        not layer.has_previous_state[0]
-        or layer.record_past
-        or dt_proj.weight.dtype is not hidden_states.dtype
-    ):
+    weight = dt_proj.weight
+    if not layer.has_previous_state[0] or layer.record_past or weight.dtype is not hidden_states.dtype:
+        return None
+    if type(weight) not in PLAIN_TENSORS:
         return None
     return None if _hooked((mixer.conv1d, dt_proj)) else (layer.conv_states[0], layer.recurrent_states[0])
 
@@ -199,7 +202,8 @@ def _step(mixer: Any, hidden_states: Tensor, conv_state: Tensor, state: Tensor) 
     """One position of each sequence, [batch, 1, channels] to the same; both states are moved on in place."""
     conv, dt_proj, size = mixer.conv1d, mixer.dt_proj, mixer.ssm_state_size
     inner, gate = mixer.in_proj(hidden_states.squeeze(1)).chunk(2, 1)
-    inner = CAUSAL_CONV1D_UPDATE(inner, conv_state, conv.weight.squeeze(1), conv.bias, "silu", None, None)
+    activation = _ACTIVATIONS[mixer.activation]
+    inner = CAUSAL_CONV1D_UPDATE(inner, conv_state, conv.weight.squeeze(1), conv.bias, activation, None, None)
     dt, into, out = mixer.x_proj(inner).split_with_sizes((mixer.time_step_rank, size, size), 1)
     if "dt_layernorm" in mixer._modules:  # Falcon Mamba and Jamba
         dt, into, out = mixer.dt_layernorm(dt), mixer.b_layernorm(into), mixer.c_layernorm(out)

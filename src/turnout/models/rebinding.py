@@ -132,7 +132,7 @@ class Rebinder:
             return None
         cells = []
         for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-            value = cell.cell_contents if _is_filled(cell) else None
+            value = cell.cell_contents if is_filled(cell) else None
             replacement = None if value is None else self.stand_in(name, value)
             if replacement is None and isinstance(value, types.FunctionType):
                 rebound = self.rebind(value)
@@ -243,7 +243,8 @@ def _writes_globals(code: types.CodeType) -> bool:
     return any(_writes_globals(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Whether a variable of a closure has a value yet."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

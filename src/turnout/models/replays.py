@@ -15,11 +15,14 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import itertools
+import pickle
+import random
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +31,8 @@ from torch import Tensor, nn
 
 from turnout.models import graphs, sdpa
 from turnout.models.diffusers_private import active_attention_backend
-from turnout.models.snapshot import PLAIN_TENSORS, ModelSnapshot, remembered_tensors
+from turnout.models.snapshot import ModelSnapshot, remembered_tensors
+from turnout.models.state import PLAIN_TENSORS
 from turnout.routing import fallback, settings
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.precision import get_precision
@@ -47,6 +51,9 @@ _MOST_SEEN = 256  # calls of one model of which it is known that they came once,
 _MOST_CHANGES = 16  # of a model, one after the other, with no replay between: then no more is captured
 MOST_CARRIED = 2**26  # bytes of a cache that is copied into a graph and back, 0.1 ms of an H200's memory
 _MOST_VALUES = 64  # elements of a tensor on the host whose values tell one call from another
+
+
+_PLAIN_TENSORS = frozenset(PLAIN_TENSORS)
 
 
 class Refused(Exception):
@@ -70,6 +77,7 @@ class Arguments:
         self.caches: list[Any] = []
         self.carried: list[int] = []
         self.states: list[Tensor] = []
+        self.containers: set[int] = set()  # ids of those that can be written to
         self._in_place: set[int] = set()
         self._places: dict[int, int] = {}
         self.key = self._key(args), self._key(kwargs)
@@ -82,6 +90,8 @@ class Arguments:
             return cls, value
         if cls is float:
             return cls, value.hex()
+        if cls in (list, dict):
+            self.containers.add(id(value))
         if cls in (tuple, list):
             return cls, *map(self._key, value)
         if cls is dict:
@@ -181,23 +191,29 @@ def _walked(value: Any, tensors: list[Tensor]) -> tuple:
         each = pending.pop()
         cls = type(each)
         found.append(cls)
-        if cls in PLAIN_TENSORS:
-            tensors.append(each)
-        elif cls in _BY_VALUE or cls is float:
-            found.append(each)
-        elif cls is dict:
+        if cls is dict:
             found += each
-            pending += each.values()
+            inside = each.values()
         elif cls in (list, tuple):
             found.append(len(each))
-            pending += each
+            inside = each
         elif isinstance(getattr(each, "__dict__", None), dict) and not callable(each):
-            if id(each) not in seen:
-                seen.add(id(each))
-                found += vars(each)
-                pending += vars(each).values()
+            if id(each) in seen:
+                continue
+            seen.add(id(each))
+            found += vars(each)
+            inside = vars(each).values()
         else:
             raise Refused(f"a cache that holds a {cls.__name__}")
+        for x in inside:  # most are these, for which there is no need to wait
+            kind = type(x)
+            found.append(kind)
+            if kind in _BY_VALUE or kind is float:
+                found.append(x)
+            elif kind in _PLAIN_TENSORS:
+                tensors.append(x)
+            else:
+                pending.append(x)
     return tuple(found)
 
 
@@ -258,14 +274,28 @@ class Buffers:
 
 
 class Outputs:
-    """What a call returned: its structure, and the tensors in it that the caller is to have of his own."""
+    """What a call returned: its structure, and the tensors in it that the caller is to have of his own.
 
-    def __init__(self, value: Any, given: list[Tensor], caches: list[Any], weights: set[int]):
+    given, caches: the arguments that may be among it. foreign: storages of which no view may be.
+    containers: ids of the arguments' own.
+    """
+
+    def __init__(
+        self,
+        value: Any,
+        given: list[Tensor],
+        caches: list[Any],
+        foreign: Iterable[int] = (),
+        containers: Iterable[int] = (),
+    ):
         self.tensors: list[Tensor] = []
         self._given = {id(x): i for i, x in enumerate(given)}
         self._caches = {id(x): i for i, x in enumerate(caches)}
-        self._foreign = weights | {storage_id(x) for x in given}
+        self._foreign = {*foreign, *map(storage_id, given)}
+        self._places: dict[int, int] = {}
+        self._containers = set(containers)
         self.spec = self._describe(value)
+        _check_disjoint(self.tensors)
         self._distinct = Distinct(self.tensors)
         self._written = self._distinct.of(self.tensors)
         self.layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
@@ -276,18 +306,27 @@ class Outputs:
             return "given", self._given[id(value)]
         if id(value) in self._caches:
             return "cache", self._caches[id(value)]
+        if id(value) in self._places:
+            return "tensor", self._places[id(value)]
         if cls in PLAIN_TENSORS:
             if value.requires_grad or value.layout is not torch.strided or value.is_conj() or value.is_neg():
                 raise Refused("it returns a tensor that graphs cannot copy")
             if storage_id(value) in self._foreign:
                 raise Refused("it returns a view of an argument or of a weight")
+            self._places[id(value)] = len(self.tensors)
             self.tensors.append(value)
             return "tensor", len(self.tensors) - 1
         if cls in _BY_VALUE or cls is float:
             return "value", value
+        if cls is list or isinstance(value, dict):
+            if id(value) in self._containers:
+                raise Refused("it returns a container twice, or one of its arguments")
+            self._containers.add(id(value))
         if cls in (tuple, list) or (isinstance(value, tuple) and hasattr(cls, "_fields")):
             return "sequence", cls, *map(self._describe, value)
-        if isinstance(value, dict) and (cls is dict or dataclasses.is_dataclass(value)):
+        if cls is dict:
+            return "dict", *((self._describe(name), self._describe(each)) for name, each in value.items())
+        if isinstance(value, dict) and dataclasses.is_dataclass(value) and _has_its_fields_alone(value):
             return "mapping", cls, *((name, self._describe(each)) for name, each in value.items())
         raise Refused(
             f"it returns a {cls.__name__}, graphs need tensors, plain values and containers of them"
@@ -312,6 +351,43 @@ class Outputs:
         return _built(self.spec, tensors, call)
 
 
+def _has_its_fields_alone(value: Any) -> bool:
+    """Whether an output of a library holds nothing but what its class declares."""
+    return vars(value).keys() <= {each.name for each in dataclasses.fields(value)}
+
+
+def _check_disjoint(tensors: list[Tensor]) -> None:
+    """Raise `Refused` where one tensor may lie in the memory of another: copies would not."""
+    spans: dict[int, list[tuple[int, int, Tensor]]] = {}
+    for x in tensors:
+        if x.numel():
+            reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+            begin, end = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
+            spans.setdefault(storage_id(x), []).append((begin, end, x))
+    for shared in spans.values():
+        shared.sort(key=lambda span: span[:2])
+        for (begin, end, x), (next_begin, _, y) in itertools.combinations(shared, 2):
+            if next_begin < end and not _are_parts_of_one(x, y, (next_begin - begin) // x.element_size()):
+                raise Refused("it returns tensors that share memory")
+
+
+def _are_parts_of_one(x: Tensor, y: Tensor, offset: int) -> bool:
+    """Whether two tensors are parts of one along an axis, as `chunk` makes them. offset: elements from x to
+    y."""
+    if x.stride() != y.stride() or x.dtype is not y.dtype:
+        return False
+    layout = list(zip(map(max, zip(x.shape, y.shape, strict=True)), x.stride(), strict=True))
+    for axis, (_, step) in enumerate(layout):
+        others = [(size, stride) for i, (size, stride) in enumerate(layout) if i != axis and size > 1]
+        inner = sum((size - 1) * stride for size, stride in others if stride < step)
+        outer = [stride for _, stride in others if stride >= step]
+        begins_behind = step > 0 and offset % step == 0 and x.shape[axis] * step <= offset
+        ends_before = all(offset + y.shape[axis] * step <= stride for stride in outer)
+        if begins_behind and ends_before and inner < step:
+            return True
+    return False
+
+
 def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
     kind, *rest = spec
     if kind == "tensor":
@@ -322,6 +398,8 @@ def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
         return call.tensors[rest[0]]
     if kind == "cache":
         return call.caches[rest[0]]
+    if kind == "dict":
+        return {_built(name, tensors, call): _built(each, tensors, call) for name, each in rest}
     cls, *inner = rest
     if kind == "mapping":
         return cls(**{name: _built(each, tensors, call) for name, each in inner})
@@ -371,11 +449,12 @@ def rewritten() -> str | None:
 
 def _random_states(device: torch.device) -> list[Any]:
     """What moves on when random numbers are drawn."""
-    states: list[Any] = [torch.default_generator.get_state()]
+    states: list[Any] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index]
-        states.append(torch.tensor([generator.initial_seed(), generator.get_offset()]))
-    return states
+        states += [generator.initial_seed(), generator.get_offset()]
+    numpy = sys.modules.get("numpy.random")
+    return states if numpy is None else [*states, pickle.dumps(numpy.get_state(legacy=False))]
 
 
 # -- calls -------------------------------------------------------------------------------------------------
@@ -496,7 +575,7 @@ class Replays:
             raise Refused("a capture of the caller's is under way")
         if torch.is_grad_enabled():
             wanted = any(x.requires_grad for x in tensors) or any(x.requires_grad for x in model.parameters())
-            if wanted:
+            if wanted or (self._snapshot is not None and self._snapshot.wants_gradients()):
                 raise Refused("gradients are wanted: call it under torch.no_grad() or torch.inference_mode()")
         return device
 
@@ -562,8 +641,8 @@ class Replays:
         with self._lock:
             self._count("the first of its kind")
             try:
-                Outputs(result, call.tensors, call.caches, set())
-                if not all(map(torch.equal, states, _random_states(call.device))):
+                Outputs(result, call.tensors, call.caches, containers=call.containers)
+                if states != _random_states(call.device):
                     raise Refused("it draws random numbers")
                 if not call.is_same_after():
                     raise Refused(
@@ -616,7 +695,8 @@ class Replays:
                 if not set(moved) <= set(call.carried):
                     raise Refused("it writes into an argument")
                 self._check(snapshot, call, caches, buffers, states)
-                outputs = Outputs(first, buffers.tensors, caches, snapshot.storages())
+                foreign = snapshot.storages() | set(map(storage_id, call.states))
+                outputs = Outputs(first, buffers.tensors, caches, foreign)
             except Refused as refused:
                 self._note(key, str(refused))
                 return _own(first)
@@ -632,7 +712,7 @@ class Replays:
             written = [i for i, version in enumerate(now) if version != versions[i]]
             try:
                 graph = self._engine.capture(captured_run)
-                again = Outputs(graph.outputs, buffers.tensors, caches, snapshot.storages())
+                again = Outputs(graph.outputs, buffers.tensors, caches, foreign)
                 self._check(snapshot, call, caches, buffers, None)
                 if not again.is_like(outputs):
                     raise Refused("it returned other shapes when it was captured")
@@ -708,7 +788,7 @@ class Replays:
             if not same or not {id(x) for x in held} <= {id(x) for x in buffers.tensors}:
                 vars(theirs).update(vars(ours))  # the caller's goes on with what the run has made of the copy
                 raise Refused("a cache grows, moves or counts")
-        if states is not None and not all(map(torch.equal, states, _random_states(call.device))):
+        if states is not None and states != _random_states(call.device):
             raise Refused("it draws random numbers")
 
     def _without(self, key: Any, reason: str) -> Refused:

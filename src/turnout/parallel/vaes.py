@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turnout.models.snapshot import REPLAYS
+from turnout.models.state import REPLAYS
 
 LATENTS = 4  # of Wan 2.1 at 480 x 832, four fill eight H200 as far as frames are small: see docs/guides
 _AUTOENCODERS = "diffusers.models.autoencoders"

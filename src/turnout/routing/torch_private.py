@@ -114,6 +114,7 @@ GLOBAL_HOOKS: list[Any] = [
 ]
 tree_leaves: Callable[[Any], list[Any]] = find("torch.utils._pytree:tree_leaves")
 TensorBase: Any = find("torch:_C.TensorBase")  # has what Tensor inherits
+TensorGuards: Any = find("torch._C._dynamo.guards:TensorGuards", False) or None
 version_of_dict: Callable[[dict], int] | None = find("torch._C._dynamo.guards:dict_version", False) or None
 
 
