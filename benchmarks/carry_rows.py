@@ -29,14 +29,16 @@ def main() -> None:
     )
     parser.add_argument("commit", help="the commit whose kernels were measured")
     parser.add_argument("--table", type=Path, default=ROOT / "src/turnout/tables/nvidia-h200.json")
-    parser.add_argument(
-        "--digests", action="store_true", help=argparse.SUPPRESS
-    )  # a tree's own part of the work
+    # A tree's own part of the work: the timings in a file.
+    parser.add_argument("--digests", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.digests:
-        print(json.dumps(digests(arguments.table)))
+        wanted = {tuple(each) for each in json.loads(arguments.digests.read_text())}
+        print(json.dumps(digests(arguments.table, wanted)))
         return
     with tempfile.TemporaryDirectory() as folder:
+        arguments.digests = Path(folder) / "stale.json"
+        arguments.digests.write_text(json.dumps(stale_timings(arguments.table)))
         archive = subprocess.run(
             ["git", "-C", ROOT, "archive", arguments.commit, "src"], capture_output=True, check=True
         )
@@ -54,12 +56,22 @@ def _in_tree(tree: Path, arguments: argparse.Namespace) -> dict[str, str]:
         "--table",
         str(arguments.table),
         "--digests",
+        str(arguments.digests),
     ]
     path = os.pathsep.join([str(tree / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True, check=True
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def stale_timings(table: Path) -> list[tuple[str, str]]:
+    """The timings that do not count with the kernels of this tree: a row's identity and a route."""
+    from turnout.routing.op import OPS
+    from turnout.routing.store import load_table
+    from turnout.routing.table import stale_routes
+
+    return [(row.identity, name) for row in load_table(table).rows for name in stale_routes(OPS[row.op], row)]
 
 
 def carry(table: Path, before: dict[str, str], after: dict[str, str]) -> None:
@@ -83,8 +95,8 @@ def carry(table: Path, before: dict[str, str], after: dict[str, str]) -> None:
     print(f"{len(carried)} rows carried; timings that stay behind: {dict(left) or 'none'}")
 
 
-def digests(table: Path) -> dict[str, str]:
-    """A hash of all PTX of each timing of each row, by row and route; empty where it cannot be compiled."""
+def digests(table: Path, wanted: set[tuple[str, str]]) -> dict[str, str]:
+    """A hash of all PTX of each of these timings, by row and route; empty where it cannot be compiled."""
     import torch
 
     from turnout.launch.crosscompile import compile_launches
@@ -108,7 +120,7 @@ def digests(table: Path) -> dict[str, str]:
         op, problem = OPS[row.op], decode(OPS[row.op], row.problem)
         args = outlines[op.name].get(problem) or _convolution_arguments(problem)
         for name in row.version if args is not None and row.triton == device.triton else ():
-            if not op.routes[name].kernels:
+            if (row.identity, name) not in wanted or not op.routes[name].kernels:
                 continue
             try:
                 with recorded(device) as launches:

@@ -65,15 +65,23 @@ def convolutions():
     yield "conv2d", "implicit-gemm-hopper", (small, image(96, 64, 3, 3), bias, 1, 1)
     yield "conv2d", "implicit-gemm", (small, image(96, 64, 3, 3), bias, 2, 1)
     yield "conv2d", "narrow-out-hopper", (small, image(3, 64, 3, 3), None, 1, 1)
+    yield "conv2d", "narrow-out", (small, image(3, 64, 3, 3), None, 1, 1)
+    yield "conv3d", "implicit-gemm", (film, taps, bias, 2, 1, 1, 1, image(1, 96, 2, 10, 15))
+    yield "causal_conv3d", "narrow-out", (film, image(3, 64, 3, 3, 3), None, image(1, 64, 2, 20, 30), 1, 1)
     yield "conv3d", "implicit-gemm-hopper", (film, taps, None, 1, 1, 1, 1, image(1, 96, 3, 20, 30))
     yield "causal_conv3d", "implicit-gemm-hopper", (film, taps, bias, image(1, 64, 2, 20, 30), 1, 1)
     yield "upsample_conv2d", "implicit-gemm-hopper", (small, image(96, 64, 3, 3), bias, 2, 1)
 
 
+def flattened(kinds):
+    for kind in kinds:
+        yield from flattened(kind) if isinstance(kind, tuple) else (kind,)
+
+
 def parameter_sizes(compiled):
     """Bytes of each parameter of a compiled kernel, scratch memory at the end."""
     sizes = []
-    for kind in compiled.src.signature.values():
+    for kind in flattened(compiled.src.signature.values()):
         if kind == "constexpr":
             continue
         if kind.startswith("tensordesc"):

@@ -36,7 +36,8 @@ watching: ContextVar[Callable[[Callable[[], bool]], object] | None] = ContextVar
 class Launch(NamedTuple):
     """One launch. The kernel's parameters are tensors, then numbers, then constants, in that order.
 
-    A tensor that is not there is None. Descriptors made by `launch.descriptors` count as tensors.
+    A tensor that is not there is None. Descriptors made by `launch.descriptors` count as tensors. Numbers
+    that belong together, such as the strides of one tensor, may come as a NamedTuple.
     """
 
     kernel: Any

@@ -39,9 +39,9 @@ def portable_launch(operands: Operands, geometry: Geometry, tile: tiles.GemmTile
     x, weight, bias, out, residual, cache = operands
     count = out.shape[0] * prod(out.shape[2:])
     constants = {
-        **dict(zip(("KD", "KH", "KW"), weight.shape[2:], strict=True)),
-        **dict(zip(("SD", "SH", "SW"), geometry.stride, strict=True)),
-        **dict(zip(("DD", "DH", "DW"), geometry.dilation, strict=True)),
+        "KERNEL": tuple(weight.shape[2:]),
+        "STRIDE": tuple(geometry.stride),
+        "DILATION": tuple(geometry.dilation),
         "FLAT": x.shape[1] < tile.channels,
         "REPLICATE": geometry.pad_mode == "replicate",
         "PRECISION": geometry.precision,

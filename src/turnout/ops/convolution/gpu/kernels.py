@@ -30,35 +30,44 @@ def nearest_tf32(x):
 
 
 @triton.jit
+def offset(n, d, h, w, stride):
+    """Elements from the first one of a tensor to position (n, d, h, w): integers, or blocks of one shape."""
+    return n * stride.n + d * stride.d + h * stride.h + w * stride.w
+
+
+@triton.jit
 def implicit_gemm(
     x, weight,  # [N, C, D, H, W], [filters, C, KD, KH, KW]
     bias, residual,  # [filters], [N, filters, OD, OH, OW]; either may be None
     cache,  # [N, C, frames, H, W] frames before the first of x, or None; channels as far apart as in x
     out,  # [N, filters, OD, OH, OW]
-    pixels, OD, OH, OW,  # pixels = N * OD * OH * OW
-    C, D, H, W, filters, frames, pd, ph, pw,  # frames of cache; padding before the first element
-    xn, xc, xd, xh, xw, wf, wc, wd, wh, ww, rn, rc, rd, rh, rw,  # strides of x, weight, residual
-    cn, cd, ch, cw, on, oc, od, oh, ow,  # of cache, out
-    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,  # taps
-    SD: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr,  # stride of the convolution
-    DD: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr,  # dilation
+    pixels, out_size,  # pixels = N * OD * OH * OW; (OD, OH, OW)
+    C, in_size, filters, frames,  # (D, H, W); frames of cache
+    padding,  # (d, h, w) before the first element
+    x_stride, weight_stride, residual_stride, cache_stride, out_stride,  # in elements, by axis
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr,  # (d, h, w) each
     FLAT: tl.constexpr,  # taps and channels are one axis, for channels fewer than BK
     REPLICATE: tl.constexpr,  # the first frame stands for those before it
     PRECISION: tl.constexpr,  # of float32 products, as `tl.dot` takes it
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,  # pixels, filters, channels of a block
 ):  # fmt: skip
     """out[pixel, filter] = sum over taps and channels. A program: BM pixels, BN filters."""
+    KD: tl.constexpr = KERNEL[0]
+    KH: tl.constexpr = KERNEL[1]
+    KW: tl.constexpr = KERNEL[2]
     column_blocks = tl.cdiv(filters, BN)
     pid = tl.program_id(0).to(tl.int64)
     pixel = (pid // column_blocks) * BM + tl.arange(0, BM)  # [BM]
     filter = (pid % column_blocks) * BN + tl.arange(0, BN)  # [BN]
     # Where each pixel is in the output, and the first element of x that it sees: [BM] each.
-    w_at = pixel % OW
-    h_at = pixel // OW % OH
-    d_at = pixel // (OW * OH) % OD
-    n_at = pixel // (OW * OH * OD)
+    w_at = pixel % out_size.w
+    h_at = pixel // out_size.w % out_size.h
+    d_at = pixel // (out_size.w * out_size.h) % out_size.d
+    n_at = pixel // (out_size.w * out_size.h * out_size.d)
     real, wanted = pixel < pixels, filter < filters  # [BM], [BN]
-    d_first, h_first, w_first = d_at * SD - pd, h_at * SH - ph, w_at * SW - pw
+    d_first = d_at * STRIDE[0] - padding.d
+    h_first = h_at * STRIDE[1] - padding.h
+    w_first = w_at * STRIDE[2] - padding.w
 
     channel_blocks = tl.cdiv(C, BK)
     depth = KD * KH * KW * C  # terms of a sum
@@ -74,33 +83,38 @@ def implicit_gemm(
             inside = channel < C  # [BK]
         kd, kh, kw = tap // (KH * KW), tap // KW % KH, tap % KW
         if FLAT:  # [BM, BK] each, n and row [BM, 1]
-            dx, hx, wx = (
-                d_first[:, None] + kd[None] * DD,
-                h_first[:, None] + kh[None] * DH,
-                w_first[:, None] + kw[None] * DW,
-            )
+            dx = d_first[:, None] + kd[None] * DILATION[0]
+            hx = h_first[:, None] + kh[None] * DILATION[1]
+            wx = w_first[:, None] + kw[None] * DILATION[2]
             n, row = n_at[:, None], real[:, None]
         else:  # [BM] each
-            dx, hx, wx, n, row = d_first + kd * DD, h_first + kh * DH, w_first + kw * DW, n_at, real
-        seen = row & (hx >= 0) & (hx < H) & (wx >= 0) & (wx < W) & (dx < D)
+            dx = d_first + kd * DILATION[0]
+            hx = h_first + kh * DILATION[1]
+            wx = w_first + kw * DILATION[2]
+            n, row = n_at, real
+        seen = row & (hx >= 0) & (hx < in_size.h) & (wx >= 0) & (wx < in_size.w) & (dx < in_size.d)
         if REPLICATE:
             dx = tl.maximum(dx, -frames)
         seen = seen & (dx >= -frames)
-        at = x + (n * xn + dx * xd + hx * xh + wx * xw)
+        at = x + offset(n, dx, hx, wx, x_stride)
         if cache is not None:
-            before = cache + (n * cn + (dx + frames) * cd + hx * ch + wx * cw)
+            before = n * cache_stride.n + (dx + frames) * cache_stride.d
+            before = cache + (before + hx * cache_stride.h + wx * cache_stride.w)
             at = tl.where(dx < 0, before, at)
         if FLAT:
-            a = tl.load(at + (channel * xc)[None], mask=seen & inside[None], other=0.0)  # [BM, BK]
+            a = tl.load(at + (channel * x_stride.c)[None], mask=seen & inside[None], other=0.0)  # [BM, BK]
         else:
             a = tl.load(
-                at[:, None] + (channel * xc)[None],  # [BM, BK]
+                at[:, None] + (channel * x_stride.c)[None],  # [BM, BK]
                 mask=seen[:, None] & inside[None],
                 other=0.0,
             )
-        row_of_weight = kd * wd + kh * wh + kw * ww + channel * wc  # [BK]
+        # [BK]
+        row_of_weight = (
+            kd * weight_stride.d + kh * weight_stride.h + kw * weight_stride.w + channel * weight_stride.c
+        )
         b = tl.load(
-            weight + (row_of_weight[:, None] + (filter * wf)[None]),  # [BK, BN]
+            weight + (row_of_weight[:, None] + (filter * weight_stride.f)[None]),  # [BK, BN]
             mask=inside[:, None] & wanted[None],
             other=0.0,
         )
@@ -110,20 +124,20 @@ def implicit_gemm(
         acc += tl.load(bias + filter, mask=wanted, other=0.0).to(tl.float32)[None]
     keep = real[:, None] & wanted[None]  # [BM, BN]
     if residual is not None:
-        at = n_at * rn + d_at * rd + h_at * rh + w_at * rw  # [BM]
-        acc += tl.load(residual + (at[:, None] + (filter * rc)[None]), mask=keep, other=0.0).to(tl.float32)
-    at = n_at * on + d_at * od + h_at * oh + w_at * ow  # [BM]
-    tl.store(out + (at[:, None] + (filter * oc)[None]), acc.to(out.dtype.element_ty), mask=keep)
+        at = offset(n_at, d_at, h_at, w_at, residual_stride)  # [BM]
+        beside = residual + (at[:, None] + (filter * residual_stride.c)[None])  # [BM, BN]
+        acc += tl.load(beside, mask=keep, other=0.0).to(tl.float32)
+    at = offset(n_at, d_at, h_at, w_at, out_stride)  # [BM]
+    tl.store(out + (at[:, None] + (filter * out_stride.c)[None]), acc.to(out.dtype.element_ty), mask=keep)
 
 
 @triton.jit
 def narrow_out(
     x, weight, bias, residual, cache, out,  # as in `implicit_gemm`
-    strips, OD, OH, OW,  # strips: along the height of the output, ROWS rows each
-    C, D, H, W, filters, frames, pd, ph, pw,
-    xn, xc, xd, xh, xw, wf, wc, wd, wh, ww, rn, rc, rd, rh, rw,  # strides of x, weight, residual
-    cn, cd, ch, cw, on, oc, od, oh, ow,  # of cache, out
-    KD: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, REPLICATE: tl.constexpr, PRECISION: tl.constexpr,
+    strips, out_size,  # strips: along the height of the output, ROWS rows each
+    C, in_size, filters, frames, padding,  # these and all below as in `implicit_gemm`
+    x_stride, weight_stride, residual_stride, cache_stride, out_stride,
+    KERNEL: tl.constexpr, REPLICATE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, BW: tl.constexpr,  # output rows and input pixels of a program
     BC: tl.constexpr, BLOCKS: tl.constexpr,  # channels of a block, blocks: BC * BLOCKS >= C
     BK: tl.constexpr, BF: tl.constexpr,  # KW and filters, rounded up to powers of two
@@ -132,23 +146,26 @@ def narrow_out(
     the taps of all KW columns of the kernel side by side: [BW, C] x [C, KW * filters]. What belongs to one
     output pixel then stands in KW neighbouring rows of the product, and is gathered from there once a row of
     outputs is complete."""
+    KD: tl.constexpr = KERNEL[0]
+    KH: tl.constexpr = KERNEL[1]
+    KW: tl.constexpr = KERNEL[2]
     WIDE: tl.constexpr = BW - KW + 1  # output pixels of a row
-    column_tiles = tl.cdiv(OW, WIDE)
+    column_tiles = tl.cdiv(out_size.w, WIDE)
     pid = tl.program_id(0).to(tl.int64)
     w_first = pid % column_tiles * WIDE
     h_first = pid // column_tiles % strips * ROWS
-    d_at = pid // (column_tiles * strips) % OD
-    n_at = pid // (column_tiles * strips * OD)
+    d_at = pid // (column_tiles * strips) % out_size.d
+    n_at = pid // (column_tiles * strips * out_size.d)
 
     tap = tl.arange(0, BK * BF)  # [BK * BF] columns of the product: column of the kernel, then filter
     kw, f = tap // BF, tap % BF  # [BK * BF] each
     taken = (kw < KW) & (f < filters)  # [BK * BF]
-    at_tap = kw * ww + f * wf  # [BK * BF]
-    pixel = w_first - pw + tl.arange(0, BW)  # [BW] of the input
-    on_row = (pixel >= 0) & (pixel < W)  # [BW]
+    at_tap = kw * weight_stride.w + f * weight_stride.f  # [BK * BF]
+    pixel = w_first - padding.w + tl.arange(0, BW)  # [BW] of the input
+    on_row = (pixel >= 0) & (pixel < in_size.w)  # [BW]
     w_at = w_first + tl.arange(0, BW)  # [BW] of the output
     filter = tl.arange(0, BF)  # [BF]
-    keep = ((tl.arange(0, BW) < WIDE) & (w_at < OW))[:, None] & (filter < filters)[None]  # [BW, BF]
+    keep = ((tl.arange(0, BW) < WIDE) & (w_at < out_size.w))[:, None] & (filter < filters)[None]  # [BW, BF]
     added = tl.zeros((1, BF), tl.float32)
     if bias is not None:
         added += tl.load(bias + filter, mask=filter < filters, other=0.0).to(tl.float32)[None]
@@ -159,8 +176,9 @@ def narrow_out(
     for step in tl.static_range(KD * BLOCKS):
         channel = step % BLOCKS * BC + tl.arange(0, BC)  # [BC]
         for kh in tl.static_range(KH):
+            row_of_weight = step // BLOCKS * weight_stride.d + kh * weight_stride.h
             # [BC, BK * BF]
-            from_weight = weight + (step // BLOCKS * wd + kh * wh + (channel * wc)[:, None] + at_tap[None])
+            from_weight = weight + (row_of_weight + (channel * weight_stride.c)[:, None] + at_tap[None])
             weights = weights + (tl.load(from_weight, mask=(channel < C)[:, None] & taken[None], other=0.0),)
 
     none = tl.zeros((BW, BK * BF), tl.float32)
@@ -168,24 +186,25 @@ def narrow_out(
     for _ in tl.static_range(KH):
         sums = sums + (none,)
     for i in range(ROWS + KH - 1):
-        row = h_first - ph + i
+        row = h_first - padding.h + i
         for step in tl.static_range(KD * BLOCKS):
             channel = step % BLOCKS * BC + tl.arange(0, BC)  # [BC]
-            frame = d_at - pd + step // BLOCKS
+            frame = d_at - padding.d + step // BLOCKS
             if REPLICATE:
                 frame = tl.maximum(frame, -frames)
-            seen = (row >= 0) & (row < H) & (frame >= -frames) & (frame < D)
+            seen = (row >= 0) & (row < in_size.h) & (frame >= -frames) & (frame < in_size.d)
             if cache is None:
-                at = x + (n_at * xn + frame * xd + row * xh + pixel * xw)  # [BW]
+                at = x + offset(n_at, frame, row, pixel, x_stride)  # [BW]
             else:
                 base = tl.where(
                     frame < 0,
-                    cache + (n_at * cn + (frame + frames) * cd + row * ch),
-                    x + (n_at * xn + frame * xd + row * xh),
+                    cache
+                    + (n_at * cache_stride.n + (frame + frames) * cache_stride.d + row * cache_stride.h),
+                    x + (n_at * x_stride.n + frame * x_stride.d + row * x_stride.h),
                 )
-                at = base + pixel * tl.where(frame < 0, cw, xw)  # [BW]
+                at = base + pixel * tl.where(frame < 0, cache_stride.w, x_stride.w)  # [BW]
             a = tl.load(
-                at[:, None] + (channel * xc)[None],  # [BW, BC]
+                at[:, None] + (channel * x_stride.c)[None],  # [BW, BC]
                 mask=(on_row & seen)[:, None] & (channel < C)[None],
                 other=0.0,
             )
@@ -194,16 +213,17 @@ def narrow_out(
                 added_to = added_to + (product(a, weights[step * KH + kh], sums[kh], PRECISION),)
             sums = added_to
         h_at = h_first + i - (KH - 1)
-        if (i >= KH - 1) & (h_at < OH):
+        if (i >= KH - 1) & (h_at < out_size.h):
             gathered = tl.gather(sums[KH - 1], shifted, 0)  # [BW, BK * BF]
             if BK > KW:  # columns without a tap hold zeros, but NaN beside a pixel that is not finite
                 gathered = tl.where((kw < KW)[None], gathered, 0.0)
             total = tl.sum(tl.reshape(gathered, (BW, BK, BF)), 1) + added  # [BW, BF]
             if residual is not None:
-                # [BW, BF]
-                beside = n_at * rn + d_at * rd + h_at * rh + (w_at * rw)[:, None] + (filter * rc)[None]
+                beside = offset(n_at, d_at, h_at, w_at[:, None], residual_stride)  # [BW, 1]
+                beside += (filter * residual_stride.c)[None]  # [BW, BF]
                 total += tl.load(residual + beside, mask=keep, other=0.0).to(tl.float32)
-            to = n_at * on + d_at * od + h_at * oh + (w_at * ow)[:, None] + (filter * oc)[None]  # [BW, BF]
+            to = offset(n_at, d_at, h_at, w_at[:, None], out_stride)  # [BW, 1]
+            to += (filter * out_stride.c)[None]  # [BW, BF]
             tl.store(out + to, total.to(out.dtype.element_ty), mask=keep)
         sums = (none,) + sums[: KH - 1]
 

@@ -35,16 +35,14 @@ def portable_launch(operands: Operands, geometry: Geometry, tile: tiles.StripTil
     from turnout.ops.convolution.gpu.kernels import narrow_out as kernel
 
     x, weight, bias, out, residual, cache = operands
-    kd, kh, kw = weight.shape[2:]
+    kw = weight.shape[4]
     rows = min(tile.rows, power_of_two(out.shape[3]))
     columns = min(tile.columns, max(power_of_two(out.shape[4] + kw - 1), 16))
     strips = ceil_div(out.shape[3], rows)
     deep = min(max(power_of_two(x.shape[1]), 16), 128)
     wide = power_of_two(kw)
     constants = {
-        "KD": kd,
-        "KH": kh,
-        "KW": kw,
+        "KERNEL": tuple(weight.shape[2:]),
         "REPLICATE": geometry.pad_mode == "replicate",
         "PRECISION": geometry.precision,
         "ROWS": rows,

@@ -15,6 +15,43 @@ from turnout.ops.convolution.gpu.task import Triple
 Layout = tuple[tuple[int, ...], ...]  # shape and strides of a tensor; empty if there is none
 
 
+class Extent(NamedTuple):
+    """One number for each spatial axis: depth, height, width."""
+
+    d: int
+    h: int
+    w: int
+
+
+class Strides(NamedTuple):
+    """Elements from one image, channel, frame, row or column of a tensor to the next."""
+
+    n: int
+    c: int
+    d: int
+    h: int
+    w: int
+
+
+class WeightStrides(NamedTuple):
+    """Elements from one filter, channel, frame, row or column of a weight to the next."""
+
+    f: int
+    c: int
+    d: int
+    h: int
+    w: int
+
+
+class CacheStrides(NamedTuple):
+    """As `Strides`, for the cache, whose channels are as far apart as those of the input."""
+
+    n: int
+    d: int
+    h: int
+    w: int
+
+
 class Operands(NamedTuple):
     """The tensors of one launch, which writes `out`."""
 
@@ -91,18 +128,35 @@ def clip_layout(layout: Layout) -> Layout:
     return (clip_shape(layout[0]), clip_strides(*layout)) if layout else ()
 
 
-def kernel_numbers(operands: Operands, padding: Sequence[int]) -> tuple[int, ...]:
+class KernelNumbers(NamedTuple):
     """Sizes, paddings and strides in the order of the Triton kernels' parameters."""
+
+    out_size: Extent
+    channels: int
+    in_size: Extent
+    filters: int
+    frames: int  # of the cache
+    padding: Extent  # before the first element
+    x: Strides
+    weight: WeightStrides
+    residual: Strides  # zeros where there is none
+    cache: CacheStrides  # zeros where there is none
+    out: Strides
+
+
+def kernel_numbers(operands: Operands, padding: Sequence[int]) -> KernelNumbers:
+    """The numbers of a launch on tensors with three spatial axes."""
     x, weight, _, out, residual, cache = operands
-    return (
-        *out.shape[2:],
-        *x.shape[1:],
+    return KernelNumbers(
+        Extent(*out.shape[2:]),
+        x.shape[1],
+        Extent(*x.shape[2:]),
         out.shape[1],
         0 if cache is None else cache.shape[2],
-        *padding,
-        *x.stride(),
-        *weight.stride(),
-        *((0,) * 5 if residual is None else residual.stride()),
-        *((0,) * 4 if cache is None else (cache.stride(0), *cache.stride()[2:])),
-        *out.stride(),
+        Extent(*padding),
+        Strides(*x.stride()),
+        WeightStrides(*weight.stride()),
+        Strides(0, 0, 0, 0, 0) if residual is None else Strides(*residual.stride()),
+        CacheStrides(0, 0, 0, 0) if cache is None else CacheStrides(cache.stride(0), *cache.stride()[2:]),
+        Strides(*out.stride()),
     )
