@@ -13,7 +13,7 @@ from turnout.parallel import Lockstep, convolution, latents
 from turnout.parallel.exchange import empty_resized
 from turnout.parallel.lockstep import Rank
 from turnout.parallel.mode import SplitMode
-from turnout.parallel.ways import choose
+from turnout.parallel.part_calls import choose_for_whole
 from turnout.routing.op import Op, forget_choices
 from turnout.routing.route import ANYWHERE
 
@@ -107,10 +107,10 @@ def test_routes_that_declare_cuts_between_frames_are_never_run_apart(monkeypatch
     alone = vae.decode(z).sample
 
     def declaring(op, *rest):
-        route = choose(op, *rest)
+        route = choose_for_whole(op, *rest)
         return route._replace(grain=ANYWHERE) if op.name == "causal_conv3d" else route
 
-    monkeypatch.setattr(convolution, "choose", declaring)
+    monkeypatch.setattr(convolution, "choose_for_whole", declaring)
     monkeypatch.setattr(Rank, "compares_all", False)
     turnout.distribute(vae, Lockstep(2), split="width")
     for _ in range(2):

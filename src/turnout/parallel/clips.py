@@ -27,9 +27,10 @@ def check_clips(name: str, clips: Sequence[Any]) -> None:
     """Refuse a list that holds anything but tensors of clips or images."""
     for i, clip in enumerate(clips):
         if not isinstance(clip, Tensor) or clip.dim() not in (4, 5):
-            given = list(clip.shape) if isinstance(clip, Tensor) else type(clip).__name__
+            described = list(clip.shape) if isinstance(clip, Tensor) else type(clip).__name__
             raise TypeError(
-                f"{name}: item {i} of the list is {given}; it needs tensors [B, C, T, H, W] or [B, C, H, W]"
+                f"{name}: item {i} of the list is {described}; "
+                "it needs tensors [B, C, T, H, W] or [B, C, H, W]"
             )
 
 
@@ -45,7 +46,7 @@ def gather_results(
         {clip: map_tensors(result, lambda x: x.to("meta")) for clip, result in own.items()}
     )
     receivers = range(engine.ranks) if to == "all" else range(1)
-    found: list[Any] = []
+    results: list[Any] = []
     for clip, owner in enumerate(owners):
         result = own.get(clip)
         if result is None:
@@ -54,8 +55,8 @@ def gather_results(
         def travel(x: Tensor, owner: int = owner, clip: int = clip) -> Tensor | None:
             return broadcast(engine, x, owner, receivers, clips[clip].device)
 
-        found.append(map_tensors(result, travel))
-    return found
+        results.append(map_tensors(result, travel))
+    return results
 
 
 def map_tensors(result: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from turnout.parallel.layout import dense
-from turnout.parallel.ways import Way, choose
+from turnout.parallel.part_calls import PartCall, choose_for_whole
 from turnout.parallel.whole_problem import resized, scaled
 from turnout.routing.choose import REFERENCE
 from turnout.routing.op import Op
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 def convolution(
     split: Split, op: Op, args: tuple, chosen: str | None = None, *, axis: int | None = None, margin: int = 0
-) -> tuple[Any, Way]:
-    """The kind of a call, and how calls of that kind run."""
+) -> tuple[Any, PartCall]:
+    """The kind of a call, and the functions for calls of that kind."""
     call = Convolution(split, op, args, chosen, split.exchange.axis if axis is None else axis, margin)
-    in_frames = call.route.grain.in_frames(args[call.at["input"]].dim())
-    way = Way(call.part, call.whole, call.is_known, None, call.route.taken, in_frames)
-    return (op.name, chosen, call.problem), way
+    frame_grain = call.route.grain.in_frames(args[call.at["input"]].dim())
+    functions = PartCall(call.part, call.whole, call.keeps_bits, None, call.route.route, frame_grain)
+    return (op.name, chosen, call.problem), functions
 
 
 class Convolution:
@@ -33,8 +33,8 @@ class Convolution:
 
     axis: of the split. margin: halo rows that stand around the input in the place of so much padding.
     problem: that of the whole call, which takes `route`. reach: rows that a window sees beside the first of
-    it. is_padded: whether the rows around the part are there already. is_known: whether `part` has the bits
-    of the whole.
+    it. is_padded: whether the rows around the part are there already. keeps_bits: whether the route declares
+    that `part` has the bits of the whole.
     """
 
     def __init__(self, split: Split, op: Op, args: tuple, chosen: str | None, axis: int, margin: int):
@@ -48,13 +48,13 @@ class Convolution:
         self.is_padded = self.reach > 0 and not self.padding
         whole_rows = self._whole_rows(args[self.at["input"]])
         self.problem = self._whole_problem(args, whole_rows)
-        self.route = choose(op, op.key(args)._replace(problem=self.problem), chosen)
+        self.route = choose_for_whole(op, op.key(args)._replace(problem=self.problem), chosen)
         # the call is that of one process
         self.is_alone = self.exchange.ranks == 1 and not self.is_padded
         along = self.route.grain.along(self.exchange.axis)
         self.grain = along or 1
         strides_over_grain = self.grain > 1 and (self.is_padded or self.stride > 1)
-        self.is_known = (along is not None or self.is_alone) and not strides_over_grain
+        self.keeps_bits = (along is not None or self.is_alone) and not strides_over_grain
         self.outputs = (whole_rows + 2 * self.padding - self.reach - 1) // self.stride + 1
         spans = None if self.is_padded else self.exchange.spans(self.outputs)
         self.own = None if spans is None else spans[self.exchange.rank]

@@ -17,9 +17,9 @@ from turnout.parallel.exchange import AXES, Engine, Exchange
 from turnout.parallel.fronts import Distributed, twin_of
 from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
+from turnout.parallel.part_calls import same_bits
 from turnout.parallel.split import Split, routes_of_parts
 from turnout.parallel.vaes import refuse_captured, refuse_tiling, why_whole
-from turnout.parallel.ways import same_bits
 from turnout.routing import settings
 from turnout.routing.op import TurnoutWarning
 

@@ -23,8 +23,8 @@ from turnout import ops
 from turnout.ops.causal_conv3d import next_cache
 from turnout.parallel.layout import empty_resized
 from turnout.parallel.norms import NORMS
+from turnout.parallel.part_calls import PartCall
 from turnout.parallel.split import Split
-from turnout.parallel.ways import Way
 from turnout.routing.choose import Verdict
 from turnout.routing.op import Op
 from turnout.routing.torch_private import without_function_modes
@@ -46,23 +46,23 @@ class Together(Split):
         self.settings = alone.settings.with_plan(self)
         self.returned: dict[tuple, tuple[int, ...]] = {}  # strides of what one call returns, by kind
 
-    def known(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
-        kind, run = way[0], super().known(name, way)
+    def runner(self, name: str, kind: tuple, call: PartCall) -> Callable[..., Any]:
+        run = super().runner(name, kind, call)
 
-        def call(*args: Any) -> Any:
+        def run_and_note_layout(*args: Any) -> Any:
             y = run(*args)
             if kind in self.returned:
                 self.layouts[y] = self.returned[kind]
             return y
 
-        return call
+        return run_and_note_layout
 
-    def way(self, op: Op, args: tuple) -> tuple[tuple, Way]:
+    def part_call(self, op: Op, args: tuple) -> tuple[tuple, PartCall]:
         _refuse_depth(op.name, args)
         calls = [self.arguments(op, args, call) for call in range(self.calls)]
-        ways = [self.alone.way(op, each) for each in calls]
-        runs = [self.alone.known(op.name, way) for way in ways]
-        first_kind, first = ways[0]
+        part_calls = [self.alone.part_call(op, each) for each in calls]
+        runs = [self.alone.runner(op.name, *each) for each in part_calls]
+        first_kind, first = part_calls[0]
         kind = ("together", self.calls, first_kind)
         names = list(op.signature.parameters)
         written = None if first.written is None else names[first.written]
@@ -79,32 +79,33 @@ class Together(Split):
             self.returned[kind] = results[0].stride()
             return self.joined(results)
 
-        if op.name in NORMS or any(way.taken != first.taken for _, way in ways):
+        if op.name in NORMS or any(each.route != first.route for _, each in part_calls):
             self.runs_whole[kind] = True
         x = next(args[names.index(name)] for name in ("input", "x") if name in names)
         frames = x.shape[_axis(x)] // self.calls
-        is_known = all(
-            way.is_known and way.in_frames is not None and frames % way.in_frames == 0 for _, way in ways
+        keeps_bits = all(
+            each.keeps_bits and each.frame_grain is not None and frames % each.frame_grain == 0
+            for _, each in part_calls
         )
-        if is_known and written is None:  # may never be computed apart
+        if keeps_bits and written is None:  # may never be computed apart
             with without_function_modes():  # the reference may call what a rank's mode takes over
                 self.returned[kind] = op.reference(*map(_meta, calls[0])).stride()
-        return kind, Way(first.part, apart, is_known, first.written)
+        return kind, PartCall(first.part, apart, keeps_bits, first.written)
 
     def verdict(self, op: Op, args: tuple) -> Verdict:
         return self.alone.verdict(op, self.arguments(op, args, 0))
 
     def arguments(self, op: Op, args: tuple, call: int) -> tuple:
-        """Those of one of the calls: its own frames, and behind which cached ones they come."""
-        given = dict(zip(op.signature.parameters, args, strict=True))
-        found = {
+        """The arguments of one of the calls: its own frames, and the cached ones before them."""
+        of_all = dict(zip(op.signature.parameters, args, strict=True))
+        own = {
             name: self.own_frames(value, call) if name in _FRAMES and isinstance(value, Tensor) else value
-            for name, value in given.items()
+            for name, value in of_all.items()
         }
-        if "cache" in given:
-            before = (given["weight"].shape[2] - 1) * given["dilation"][0]
-            found["cache"] = self.cache(given["input"], given["cache"], before, call)
-        return tuple(found.values())
+        if "cache" in of_all:
+            before = (of_all["weight"].shape[2] - 1) * of_all["dilation"][0]
+            own["cache"] = self.cache(of_all["input"], of_all["cache"], before, call)
+        return tuple(own.values())
 
     def cache(self, x: Tensor, cache: Tensor | None, before: int, call: int) -> Tensor | None:
         """The frames that a call is given of those before it, as one process keeps them."""
@@ -158,14 +159,14 @@ class Together(Split):
         each = min(most, x.shape[2] // calls)
         count = x.shape[2] // each
         at_once = frames_at_once(count, each * elements, room)
-        found = []
+        pieces = []
         for begin in range(0, count, at_once):
             piece = x[:, :, begin * each : (begin + at_once) * each]
             piece = regrouped(piece.clone() if begin else piece, calls, piece.shape[2] // each)
             if x in self.layouts:
                 self.layouts[piece] = self.layouts[x]
-            found.append((piece, piece.shape[2] // each))
-        return found
+            pieces.append((piece, piece.shape[2] // each))
+        return pieces
 
     def joined(self, results: list[Tensor]) -> Tensor:
         """Results of all calls as that of one."""

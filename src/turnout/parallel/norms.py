@@ -75,26 +75,26 @@ class Norm:
         return moments_of(sums.contiguous(), prod(self.shape[1:]) // groups, eps)
 
     def part(self, *args: Any) -> Any:
-        given = dict(zip(self.names, args, strict=True))
-        x, weight, bias, silu = (given[name] for name in ("x", "weight", "bias", "silu"))
-        moments = self.moments(x, given["groups"], given["eps"])
+        arguments = dict(zip(self.names, args, strict=True))
+        x, weight, bias, silu = (arguments[name] for name in ("x", "weight", "bias", "silu"))
+        moments = self.moments(x, arguments["groups"], arguments["eps"])
         if self.op.mutates:
-            normalise(x, moments, weight, bias, silu=silu, out=given["out"])
+            normalise(x, moments, weight, bias, silu=silu, out=arguments["out"])
             return None
-        if "scale" in given:
+        if "scale" in arguments:
             return normalise_scaled(
                 x,
                 moments,
                 weight,
                 bias,
-                given["scale"],
-                given["shift"],
+                arguments["scale"],
+                arguments["shift"],
                 silu=silu,
-                first_apart=given["first_apart"],
+                first_apart=arguments["first_apart"],
             )
-        if "padding" not in given:
+        if "padding" not in arguments:
             return normalise(x, moments, weight, bias, silu=silu, out=self.split.with_room(x))
-        padding, mode = list(given["padding"]), given["mode"]
+        padding, mode = list(arguments["padding"]), arguments["mode"]
         out = room_for(x, padding)
         normalise(x, moments, weight, bias, silu=silu, out=inside_of(out, padding))
         at = self._sides()
@@ -109,25 +109,25 @@ class Norm:
         return out
 
     def whole(self, *args: Any) -> Any:
-        given = list(args)
+        operands = list(args)
         for i in self.shared:
-            given[i] = (
+            operands[i] = (
                 self.split.room_of_all(args[i]) if self.names[i] == "out" else self.split.gathered(args[i])
             )
         with self.split.plainly():
-            y = self.op(*given)
+            y = self.op(*operands)
         if self.op.mutates:
             at = self.names.index("out")
-            args[at].copy_(self.exchange.own(given[at]))
+            args[at].copy_(self.exchange.own(operands[at]))
             return None
         if "padding" not in self.names:
             return dense(self.exchange.own(y), y, self.exchange.axis)
-        at, padding = self._sides(), given[self.names.index("padding")]
+        at, padding = self._sides(), operands[self.names.index("padding")]
         before, after = padding[at : at + 2]
         begin, end = self.exchange.spans(self.shape[self.exchange.axis])[self.exchange.rank]
         own = dense(y.narrow(self.exchange.axis, begin, before + end - begin + after), y, self.exchange.axis)
         if before or after:
-            self.split.halos[own] = Halo(before, after, EDGES[given[self.names.index("mode")]])
+            self.split.halos[own] = Halo(before, after, EDGES[operands[self.names.index("mode")]])
         return own
 
     def _sides(self) -> int:

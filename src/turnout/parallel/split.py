@@ -30,9 +30,9 @@ from turnout.parallel.convolution import convolution
 from turnout.parallel.exchange import Exchange
 from turnout.parallel.halos import Halos
 from turnout.parallel.norms import BLOCKS, NORMS, Norm
+from turnout.parallel.part_calls import PartCall, PartRefused, cut_anywhere, relaid, same_bits
 from turnout.parallel.pointwise import pointwise
 from turnout.parallel.upsampling import upsampling
-from turnout.parallel.ways import PartRefused, Way, cut_anywhere, relaid, same_bits
 from turnout.parallel.whole_problem import resized
 from turnout.routing import settings
 from turnout.routing.choose import REFERENCE, Verdict
@@ -85,10 +85,10 @@ class Split(Halos):
             raise RuntimeError(
                 f"turnout.{op.name} in a distributed model: {why.reason}; restore() the model to run it"
             )
-        return self.known(op.name, self.way(op, args))
+        return self.runner(op.name, *self.part_call(op, args))
 
-    def way(self, op: Op, args: tuple) -> tuple[tuple, Way]:
-        """The kind of a call, and how calls of that kind run."""
+    def part_call(self, op: Op, args: tuple) -> tuple[tuple, PartCall]:
+        """The kind of a call, and the functions for calls of that kind."""
         if op.name in CONVOLUTIONS:
             return convolution(self, op, args)
         if op.name == "upsample_conv2d":
@@ -102,8 +102,8 @@ class Split(Halos):
         )
 
     def verdict(self, op: Op, args: tuple) -> Verdict:
-        """What is chosen for the whole call of which this is a rank's part."""
-        (*_, problem), _ = self.way(op, args)
+        """The verdict on the whole call of which this is a rank's part."""
+        (*_, problem), _ = self.part_call(op, args)
         return op.verdict(op.key(args)._replace(problem=problem))
 
     def of(self, calls: int) -> Split:
@@ -152,7 +152,9 @@ class Split(Halos):
             padding,
         )
         if key not in self.rings:
-            self.rings[key] = self.known("conv3d", convolution(self, CONV3D, args, axis=axis, margin=margin))
+            self.rings[key] = self.runner(
+                "conv3d", *convolution(self, CONV3D, args, axis=axis, margin=margin)
+            )
         return self.rings[key](*args)
 
     def torch_convolution(self, convolve: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -162,7 +164,7 @@ class Split(Halos):
         if unbatched:
             raise NotImplementedError("a convolution without a batch in a distributed model")
         lowered = arguments(convolve, 2 if op is CONV2D else 3, *args, **kwargs)
-        return self.known(convolve.__name__, convolution(self, op, lowered, REFERENCE))(*lowered)
+        return self.runner(convolve.__name__, *convolution(self, op, lowered, REFERENCE))(*lowered)
 
     def everywhere(self, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """`function` of the whole x on every rank, and of what it returns this rank's part."""
@@ -192,15 +194,18 @@ class Split(Halos):
 
     # What runs
 
-    def known(self, name: str, way: tuple[Any, Way]) -> Callable[..., Any]:
-        """A call: known to be the same, or compared when it is first seen."""
-        kind, (part, whole, *_) = way
+    def runner(self, name: str, kind: tuple, call: PartCall) -> Callable[..., Any]:
+        """The function that runs calls of a kind on this rank's part, or whole where parts have other bits.
+
+        The first call finds out which, unless that is known.
+        """
+        part, whole = call.part, call.whole
 
         def run(*args: Any) -> Any:
             with without_function_modes():
                 runs_whole = self.runs_whole.get(kind)
                 if runs_whole is None:
-                    return self._first(name, kind, way[1], args)
+                    return self._first(name, kind, call, args)
                 self.counts["whole" if runs_whole else "part"] += 1
                 if runs_whole:
                     return whole(*args)
@@ -209,29 +214,31 @@ class Split(Halos):
 
         return run
 
-    def _first(self, name: str, kind: tuple, way: Way, args: tuple) -> Any:
+    def _first(self, name: str, kind: tuple, call: PartCall, args: tuple) -> Any:
         """The first call of a kind: on all ranks, find out whether parts may be computed by themselves."""
         of_part: Any = None
         expected: Any = None
         engine = self.exchange.engine
-        known = engine.is_alone or (way.is_known and not engine.compares_all)
+        known = engine.is_alone or (call.keeps_bits and not engine.compares_all)
         tried = list(args)
-        if not known and way.written is not None:
-            tried[way.written] = args[way.written].clone()  # what is read may be what is written
-        declared = way.is_known and way.taken[:1] != (REFERENCE,)
+        if not known and call.written is not None:
+            tried[call.written] = args[call.written].clone()  # what is read may be what is written
+        declared = call.keeps_bits and call.route[:1] != (REFERENCE,)
         try:
-            of_part, same = way.part(*tried), True
+            of_part, same = call.part(*tried), True
         except PartRefused:
             same, declared = False, False
         if not known:
-            expected = way.whole(*args)
-            results = (of_part, expected) if way.written is None else (tried[way.written], args[way.written])
+            expected = call.whole(*args)
+            results = (
+                (of_part, expected) if call.written is None else (tried[call.written], args[call.written])
+            )
             same = same and same_bits(*results)
             if isinstance(expected, Tensor):
                 self.strides[kind] = expected.stride()
         if declared and not known and not same:
             raise RuntimeError(
-                f"turnout.{name}: route {way.taken[0]!r} declares where cuts change nothing (grain), and a "
+                f"turnout.{name}: route {call.route[0]!r} declares where cuts change nothing (grain), and a "
                 "part has other bits than the whole; pin another route"
             )
         flag = torch.tensor([float(same)], device=next(x.device for x in args if isinstance(x, Tensor)))
@@ -241,13 +248,13 @@ class Split(Halos):
         if not same:
             self.counts[f"whole: {name}"] += 1
         if known:
-            return of_part if same else way.whole(*args)
+            return of_part if same else call.whole(*args)
         return expected
 
-    def _norm(self, op: Op, args: tuple) -> tuple[Any, Way]:
+    def _norm(self, op: Op, args: tuple) -> tuple[Any, PartCall]:
         norm = Norm(self, op, args)
         kind = (op.name, norm.problem)
         if not norm.in_blocks:
             self.runs_whole[kind] = True
         written = norm.names.index("out") if op.mutates else None
-        return kind, Way(norm.part, norm.whole, True, written, (norm.route,))
+        return kind, PartCall(norm.part, norm.whole, True, written, (norm.route,))

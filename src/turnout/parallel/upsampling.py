@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from turnout.parallel.layout import dense
-from turnout.parallel.ways import Way, choose
+from turnout.parallel.part_calls import PartCall, choose_for_whole
 from turnout.parallel.whole_problem import scaled
 from turnout.routing.op import Op
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from turnout.parallel.split import Split
 
 
-def upsampling(split: Split, op: Op, args: tuple) -> tuple[Any, Way]:
+def upsampling(split: Split, op: Op, args: tuple) -> tuple[Any, PartCall]:
+    """The kind of an upsampling with its convolution, and the functions for calls of that kind."""
     exchange, axis = split.exchange, split.exchange.axis
     x, weight, _, scale, padding = args
     rows = x.shape[axis]
     key = op.key(args)
     problem = scaled(key.problem, axis, exchange.global_size(rows))
-    run, taken, grains = choose(op, key._replace(problem=problem), None)
+    run, route, grain = choose_for_whole(op, key._replace(problem=problem), None)
     high = padding[axis]
     if weight.shape[axis] != 2 * high + 1 or high > scale:
         raise NotImplementedError(
@@ -33,7 +34,7 @@ def upsampling(split: Split, op: Op, args: tuple) -> tuple[Any, Way]:
 
     def part(x: Tensor, *rest: Any) -> Tensor:
         size = scale * x.shape[axis]
-        # the pixels that are computed beside the own ones see the edge of what is known, and are dropped
+        # Pixels of neighbours are computed too, from too few of theirs; they are dropped.
         y = run((exchange.halo(x, 1, 1, edge="none") if exchange.ranks > 1 else x, *rest))
         return dense(y.narrow(axis, scale * before, size), y, axis) if before or after else y
 
@@ -41,5 +42,5 @@ def upsampling(split: Split, op: Op, args: tuple) -> tuple[Any, Way]:
         with split.plainly():
             return split.own_of(op(exchange.all_gather(x), *rest))
 
-    is_known = grains.along(axis) == 1 or exchange.ranks == 1
-    return (op.name, problem), Way(part, whole, is_known, None, taken, grains.in_frames(x.dim()))
+    keeps_bits = grain.along(axis) == 1 or exchange.ranks == 1
+    return (op.name, problem), PartCall(part, whole, keeps_bits, None, route, grain.in_frames(x.dim()))

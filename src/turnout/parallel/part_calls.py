@@ -1,4 +1,4 @@
-"""How calls of one kind run on a rank: on its part, or whole; and by which route."""
+"""Calls of an op on a rank: on its part by the route of the whole call, or whole on every rank."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ from turnout.routing.op import Op
 from turnout.routing.route import UNKNOWN, Grain
 
 
-class Way(NamedTuple):
-    """How calls of one kind run here, on this rank's part and whole; `whole` gives this rank's part of it.
+class PartCall(NamedTuple):
+    """The two functions that compute this rank's part of the result, for all calls of one kind.
 
-    is_known: that both give the same bits. written: which argument the result is written into; None where it
-    is returned. taken: the route and its configuration. in_frames: the route's grain along the frames.
+    part: from this rank's part of the input. whole: from the whole input, gathered from all ranks.
+    keeps_bits: whether the route declares that both give the same bits. written: the index of the argument
+    that the result is written into; None where it is returned. route: its name and configuration.
+    frame_grain: the route's grain along the frames; None where it declares none.
     """
 
     part: Callable[..., Any]
     whole: Callable[..., Any]
-    is_known: bool
+    keeps_bits: bool
     written: int | None = None
-    taken: tuple = ()
-    in_frames: int | None = None
+    route: tuple = ()
+    frame_grain: int | None = None
 
 
-class Chosen(NamedTuple):
-    """What runs a call on a part as the whole call would be run: by route and configuration `taken`."""
+class WholeRoute(NamedTuple):
+    """The route of a whole call, as it runs on a part.
+
+    run: calls the route with a rank's arguments. route: its name and configuration.
+    """
 
     run: Callable[[tuple], Any]
-    taken: tuple
+    route: tuple
     grain: Grain
 
 
 def cut_anywhere(op: Op) -> tuple[str, ...]:
-    """The routes of an op whose parts are known to have the bits of the whole, wherever rows or columns are
-    cut."""
+    """The routes of an op that declare: rows and columns may be cut anywhere without changing a bit."""
     return tuple(name for name, route in op.routes.items() if route.grain[-2:] == (1, 1))
 
 
@@ -47,38 +51,39 @@ class PartRefused(RuntimeError):
     """The route of the whole call cannot take a rank's part."""
 
 
-def choose(op: Op, key: Any, chosen: str | None) -> Chosen:
-    """The route of the whole call that `key` is of, and what runs it on a part. chosen: "reference" takes
-    torch's function, whatever would be chosen.
+def choose_for_whole(op: Op, key: Any, chosen: str | None) -> WholeRoute:
+    """Choose the route of the whole call with this key. chosen: "reference" takes torch's function, whatever
+    would be chosen.
     """
     verdict = None if chosen is not None else op.verdict(key)
     if verdict is None or verdict.chosen == REFERENCE:
-        return Chosen(lambda args: op.plain(*args), (REFERENCE,), UNKNOWN)
+        return WholeRoute(lambda args: op.plain(*args), (REFERENCE,), UNKNOWN)
     route = op.routes[verdict.chosen]
     config = dict(verdict.config)
-    ready: dict[Any, Callable[..., Any]] = {}
+    prepared: dict[Any, Callable[..., Any]] = {}
     device = Device.of(key.devices[0])
 
     def run(args: tuple) -> Any:
-        facts = tuple(
+        key = tuple(
             (x.shape, x.stride()) if isinstance(x, Tensor) else tuple(x) if isinstance(x, list) else x
             for x in args
         )
-        prepared = ready.get(facts)
-        if prepared is None:
+        call = prepared.get(key)
+        if call is None:
             reasons = list(route.refuses(op.problem(*args), device))
             if reasons:
                 raise PartRefused(
                     f"turnout.{op.name}: route {route.name!r} takes the whole call, "
                     f"and refuses this rank's part: {'; '.join(reasons)}"
                 )
-            prepared = ready[facts] = route.prepared(args, config).call
-        return prepared(*args)
+            call = prepared[key] = route.prepared(args, config).call
+        return call(*args)
 
-    return Chosen(run, (route.name, *sorted(config.items())), route.grain)
+    return WholeRoute(run, (route.name, *sorted(config.items())), route.grain)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; NaN equals itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -86,7 +91,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def relaid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x with these strides; copied unless they differ for dimensions of size one only."""
+    """Give x these strides. It is copied unless they differ for dimensions of size one only."""
     if x.stride() == strides:
         return x
     if all(size == 1 or a == b for size, a, b in zip(x.shape, x.stride(), strides, strict=True)):
