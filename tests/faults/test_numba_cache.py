@@ -260,7 +260,7 @@ def test_what_was_not_used_for_a_month_is_deleted(package):
     assert package.process(np.float32, np.int16) == ([20.0, 20.0], 0)
 
 
-def test_numba_has_what_is_used():
+def test_installed_numba_has_the_private_names_in_use():
     assert numba_cache.missing_from_numba() is None
 
 

@@ -436,7 +436,7 @@ def test_latents_that_do_not_fit_are_refused_before_anything_is_touched(bad):
     assert torch.equal(stream.decode(z[:, :, 2:]), expected[1])
 
 
-def test_what_a_clip_began_with_does_not_change():
+def test_a_clip_refuses_to_change_gradients_and_autocast():
     model = video_decoder("wan", False)
     z, stream = latents(model), DecodeStream(model)
     expected = undisturbed(model, z[:, :, :1], z[:, :, 1:])

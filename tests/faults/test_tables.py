@@ -211,7 +211,7 @@ def test_no_content_of_a_shipped_table_raises(measured, tmp_path, monkeypatch):
         file.unlink()
 
 
-def test_a_row_that_cannot_be_is_told_by_doctor(measured):
+def test_doctor_lists_rows_that_cannot_count(measured):
     (op, _, each_row), *_ = measured
     unknown = {name: {"block": 7} for name in each_row.config}
     lines = {

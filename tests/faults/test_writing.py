@@ -147,7 +147,7 @@ def test_a_route_never_reads_what_it_has_written(op, monkeypatch):
     assert min(counts["refused"], counts["by the route"], counts["by the reference"]) > PATTERNS // 200
 
 
-def test_shared_memory_is_found_exactly():
+def test_overlap_is_decided_exactly():
     draw = random.Random(0)
 
     def places(layout, start=0):

@@ -94,7 +94,7 @@ def test_control_nets():
 
 
 @torch.no_grad()
-def test_what_blocks_are_told_beside_goes_to_the_stock_block():
+def test_a_block_given_an_attention_mask_runs_the_stock_code():
     mask = torch.zeros(1, 1, 17, 17)
     count = agrees(flux(), lambda model: call(model, joint_attention_kwargs={"attention_mask": mask}))
     assert count["gated_add"] == 0
@@ -228,7 +228,7 @@ def test_wan_transformers_with_other_calls():
 
 
 @torch.no_grad()
-def test_wan_transformers_see_what_is_done_to_their_parts():
+def test_hooks_on_parts_of_a_wan_transformer_run():
     model = wan()
     seen = []
     turnout.accelerate(model)

@@ -95,7 +95,7 @@ def test_where_rings_do_not_apply(case, all_large):
         torch.testing.assert_close(actual, model.decode(z).sample)
 
 
-def test_a_stream_stays_with_its_way(all_large):
+def test_a_stream_refuses_to_change_gradients(all_large):
     model = made("wan", torch.bfloat16)
     turnout.accelerate(model)
     stream, z = DecodeStream(model), random(1, 4, 1, 3, 4).bfloat16()

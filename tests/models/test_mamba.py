@@ -57,7 +57,7 @@ TOKENS = torch.arange(10).view(2, 5)
 
 @pytest.mark.parametrize("name", MADE)
 @torch.no_grad()
-def test_steps_say_what_the_stock_ones_say(name):
+def test_steps_generate_the_tokens_of_the_stock_model(name):
     torch.manual_seed(0)
     model = MADE[name]().eval()
 

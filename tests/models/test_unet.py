@@ -107,7 +107,7 @@ def test_autocast():
 
 
 @torch.no_grad()
-def test_what_a_block_is_told_beside():
+def test_a_block_given_masks_or_scales_runs_the_stock_code():
     masks = {"attention_mask": random(2, 1, 9), "encoder_attention_mask": random(2, 1, 5)}
     for name, mask in masks.items():
         agrees(block(), lambda model, name=name, mask=mask: model(**given(), **{name: mask}))
@@ -264,7 +264,7 @@ def test_dropout_in_training_drops_the_same():
 
 
 @torch.no_grad()
-def test_what_a_pipeline_tells_a_model_beside():
+def test_cross_attention_kwargs_give_the_stock_output():
     model = made("unet")
     for words in ({"scale": 0.5}, {}, None):
 

@@ -47,7 +47,7 @@ X = torch.zeros(1, 4, 1, 2, 3)
         ((4, 2, 4, 6), (2, 2, 2), "batch, channels, frames"),
     ],
 )
-def test_what_does_not_fit(y, times, error):
+def test_shapes_that_do_not_fit_are_errors(y, times, error):
     with pytest.raises(ValueError, match=error):
         turnout.add_repeated(torch.zeros(y), X, times=times)
 

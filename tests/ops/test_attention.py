@@ -105,7 +105,7 @@ def test_fully_masked_queries_give_zero(kind):
 
 
 @pytest.mark.parametrize("keys", [1, 3, 13, 20, 200])
-def test_nan_propagates(keys):
+def test_nan_reaches_the_output(keys):
     """torch's own kernel loses it with fewer than 16 keys."""
     q, k, v = tensors(keys=keys)
     q[0, 0, 3, 5] = k[1, 1, 0, 2] = torch.nan
@@ -137,7 +137,7 @@ def test_large_scores_stay_finite():
 
 
 @pytest.mark.parametrize("shape", [{"rows": 0}, {"keys": 0}, {"batch": 0}])
-def test_empty_inputs(shape):
+def test_empty_inputs_give_zeros(shape):
     q, k, v = tensors(**shape)
     out = turnout.attention(q, k, v)
     assert out.shape == q.shape
@@ -292,7 +292,7 @@ def test_backward_never_holds_all_scores():
 
 
 @pytest.mark.parametrize("route", ["reference", "narrow"])
-def test_gradients(route):
+def test_gradients_match_attention_by_hand(route):
     q, k, v = tensors(heads=2, kv_heads=1, rows=2, keys=5, dim=2, dtype=torch.float64)
     lengths = [[2, 1], [5, 0]]
     allowed = torch.tensor([[True, True, False, False, True], [True] * 5])[:, None, None]
@@ -305,7 +305,7 @@ def test_gradients(route):
         torch.testing.assert_close(x.grad, y.grad)
 
 
-def test_gradient_of_a_mask():
+def test_a_mask_gets_its_gradient():
     q, k, v = tensors(heads=1, kv_heads=1, rows=3, keys=5, dim=2, dtype=torch.float64)
     mask = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda m: turnout.attention(q, k, v, mask=m), mask)
@@ -344,7 +344,7 @@ def on_h200(batch, heads, rows, dim, **kwargs):
     return ATTENTION.verdict(ATTENTION.key(args), H200)
 
 
-def test_choice_on_an_h200():
+def test_h200_takes_the_measured_route():
     assert on_h200(1, 1, 4096, 512).chosen == "wide-head-hopper"
     assert on_h200(1, 1, 16384, 384).chosen == "wide-head-hopper"
     assert on_h200(1, 24, 4608, 128).chosen == "reference"  # which asks cuDNN

@@ -76,7 +76,7 @@ def test_output_and_final_states_are_written_in_place_as_the_package_allows(rout
         torch.testing.assert_close(actual, expected)
 
 
-def test_shim_varlen_states():
+def test_shim_gives_the_states_of_each_sequence():
     x, ends = torch.randn(12, 5), torch.tensor([0, 1, 1, 8, 12], dtype=torch.int32)
     for size in (1, 3, 6):
         states = shim.causal_conv1d_varlen_states(x, ends, size)

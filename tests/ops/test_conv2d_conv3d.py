@@ -108,7 +108,7 @@ calls = pytest.mark.parametrize(
 @calls
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_route_in_float32(op, shape, weight, arguments, least, layout, bias):
+def test_every_route_keeps_its_promise_in_float32(op, shape, weight, arguments, least, layout, bias):
     keeps_promises(
         op,
         *made(shape, weight, layout=layout, bias=bias),
@@ -119,7 +119,7 @@ def test_every_route_in_float32(op, shape, weight, arguments, least, layout, bia
 
 @calls
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_route_in_half_types(op, shape, weight, arguments, least, dtype):
+def test_every_route_keeps_its_promise_in_half_types(op, shape, weight, arguments, least, dtype):
     seen_everywhere = "padding" not in arguments or least
     keeps_promises(
         op,
@@ -235,7 +235,7 @@ def test_outputs_have_torchs_strides(op):
 
 @pytest.mark.parametrize("op", [CONV2D, CONV3D], ids=["conv2d", "conv3d"])
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=["batch", "channels"])
-def test_empty(op, shape):
+def test_empty_inputs_give_what_torch_gives(op, shape):
     rest = [5] * (2 if op is CONV2D else 3)
     x, weight = torch.randn(*shape, *rest), torch.randn(3, shape[1], *[3] * len(rest))
     ours, theirs = OPS[op.name](*op.arguments(x, weight)), TORCH[op.name](x, weight)
@@ -381,7 +381,7 @@ def test_dense_strides_are_those_of_a_fresh_tensor():
 
 
 @pytest.mark.parametrize("name", ["reference", "channels-last", "depth-taps", "winograd", "depth-chunks"])
-def test_gradients(name):
+def test_gradients_match_torchs(name):
     x, w, bias = made((2, 8, 4, 6, 6), (6, 8, 3, 3, 3))
     residual = torch.randn(2, 6, 4, 6, 6)
     ours, theirs = ([t.clone().requires_grad_() for t in (x, w, bias, residual)] for _ in range(2))
@@ -415,7 +415,7 @@ def test_second_gradients():
     assert torch.autograd.gradgradcheck(opaque, (x, w, bias))
 
 
-def test_autocast():
+def test_autocast_casts_as_torch_does():
     x, w, bias = made((1, 8, 6, 6), (4, 8, 3, 3))
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = (
@@ -554,14 +554,14 @@ def test_a_half_type_without_instructions_goes_through_float32():
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_a_bias_as_large_as_the_sums(layout):
+def test_a_bias_as_large_as_the_sums_keeps_the_digits(layout):
     """oneDNN without AVX-512 would begin with it, and lose digits at every step."""
     x, weight = torch.randn(1, 8, 3, 6, 7).contiguous(memory_format=layout), torch.randn(5, 8, 3, 3, 3) / 15
     with assumed(a_cpu(one_dnn=frozenset([torch.float32]))):
         keeps_promises(CONV3D, x, weight, torch.randn(5), padding=1, least=["one-dnn"])
 
 
-def test_one_dnn_without_avx512():
+def test_one_dnn_without_avx512_refuses_long_sums():
     """It adds up channels first in one go there, and is no slower than with channels last."""
     cpu = a_cpu(one_dnn=frozenset([torch.float32]))
     small = turnout.explain(

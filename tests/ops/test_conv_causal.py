@@ -180,7 +180,7 @@ def test_gradients_through_cache_and_padding(mode, name, held):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_second_gradients():
+def test_second_gradients_pass_gradgradcheck():
     x, weight, cache = (
         torch.randn(*s, dtype=torch.float64, requires_grad=True)
         for s in ((1, 1, 2, 3, 3), (1, 1, 3, 2, 2), (1, 1, 1, 3, 3))

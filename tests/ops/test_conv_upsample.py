@@ -45,7 +45,7 @@ def test_phases_are_close_though_their_weights_are_rounded(dtype, layout):
     )
 
 
-def test_windows():
+def test_an_axis_lists_the_window_of_each_phase():
     assert Axis.of(2, 3, 1) == Axis((-1, 0), 2, (((0,), (1, 2)), ((0, 1), (2,))))
     assert Axis.of(2, 3, 1).even
     assert not Axis.of(3, 3, 1).even
@@ -97,7 +97,7 @@ def test_unbatched_positions_and_mistakes():
 
 
 @pytest.mark.parametrize("name", ["reference", "phases", "channels-last"])
-def test_gradients(name):
+def test_gradients_match_interpolate_and_conv2d(name):
     tensors = torch.randn(1, 4, 5, 5), torch.randn(3, 4, 3, 3), torch.randn(3)
     ours, theirs = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
     scale = torch.randn(1, 3, 10, 10)

@@ -41,7 +41,7 @@ WINOGRAD = [
 )
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
+def test_winograd_is_close_for_any_size(op, shape, weight, padding, layout, dtype):
     x, w, bias = made(shape, weight, dtype, layout)
     args = op.arguments(x, w, bias, padding=padding)
     assert not list(op.routes["winograd"].refuses(op.problem(*args), Device.of("cpu")))
@@ -52,7 +52,7 @@ def test_winograd_of_any_size(op, shape, weight, padding, layout, dtype):
 @pytest.mark.parametrize(
     "shape", [(1, 96, 4, 21, 30), (1, 3, 4, 40, 40), (1, 384, 2, 9, 12)], ids=["96", "3", "384"]
 )
-def test_winograd_of_positive_numbers(shape, layout):
+def test_winograd_is_close_for_positive_numbers(shape, layout):
     """Sums without signs lose digits in another way: torch adds up to five times as exactly."""
     x, w, bias = made(shape, (32, shape[1], 3, 3, 3), layout=layout)
     for argument in ((x.abs(), w, bias), (x.abs(), w.abs(), bias.abs()), (x + 10, w, None)):

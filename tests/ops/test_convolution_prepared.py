@@ -85,7 +85,7 @@ def test_unaligned_input_is_launched_without_tma(name, launches):
     }  # a tensor for the portable kernel, no descriptor
 
 
-def test_a_route_without_a_configuration(launches):
+def test_a_route_without_a_configuration_takes_its_defaults(launches):
     """Pinned where nothing was measured, it has its defaults."""
     route, args, _ = routed("causal, cache")
     route.prepared(args, {}).call(*args)

@@ -55,7 +55,7 @@ def test_tiles_fit(task):
         assert tile.slots == 1 or task.weight[2 if tile.share == "depth" else 3] > 1
 
 
-def test_frames_before_the_first():
+def test_a_cache_needs_boxes_of_one_frame():
     """A box with several frames cannot come from two tensors: it has one.
 
     Copies of a frame are found by depth.
@@ -82,7 +82,7 @@ def test_small_boxes_where_tiles_would_stick_out():
     assert first._replace(rows=second.rows, columns=second.columns) == second
 
 
-def test_tiles_of_wan():
+def test_wan_gets_tiles_of_four_frames():
     best = tiles.best(TASKS[0], H200.shared, H200.units)[0]
     assert (best.share, best.slots, best.filters, best.from_registers) == ("depth", 4, 96, True)
 
@@ -91,7 +91,7 @@ def reasons(task, of=limits.implicit_gemm_hopper_refuses):
     return list(of(task))
 
 
-def test_what_hopper_refuses():
+def test_implicit_gemm_hopper_gives_every_reason():
     good = TASKS[0]
     assert not reasons(good)
     assert reasons(good._replace(stride=(1, 2, 2))) == ["stride (1, 2, 2), this route needs 1"]
@@ -106,7 +106,7 @@ def test_what_hopper_refuses():
     assert "in the cache" in reasons(good._replace(cache=2, cache_strides=(96 * 64, 64, 64, 8, 1)))[0]
 
 
-def test_what_narrow_out_refuses():
+def test_narrow_out_gives_every_reason():
     few = task(4, 480, 832, 96, 3)
     for refuses in (limits.narrow_out_refuses, limits.narrow_out_hopper_refuses):
         assert not reasons(few, refuses)

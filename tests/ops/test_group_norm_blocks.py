@@ -111,7 +111,7 @@ def test_bits_are_equal_for_any_number_of_threads():
 
 
 @halves
-def test_all_dimensions(dtype):
+def test_inputs_of_two_to_six_dimensions_are_close(dtype):
     for shape in ((2, 6), (2, 6, 33), (1, 5, 7, 9), (1, 6, 2, 3, 4, 5), (3, 6, 1, 1)):
         args = (torch.randn(shape).to(dtype), shape[1] // (1 if shape[1] % 2 else 2), None, None, 1e-5, False)
         assert Verifier(GROUP_NORM_SILU, args).mismatch("close", GROUP_NORM_SILU.routes[NAME].run) is None, (
@@ -151,7 +151,7 @@ def test_in_place_and_into_a_buffer(layout):
 @halves
 @layouts
 @pytest.mark.parametrize("mode", ["replicate", "reflect", "constant"])
-def test_with_a_border(layout, dtype, mode):
+def test_outputs_with_a_border_are_close(layout, dtype, mode):
     x = LAYOUTS[layout](torch.randn(1, 6, 3, 5, 7).to(dtype))
     for padding in ([1, 1, 1, 1, 2, 0], [2, 3, 0, 1, 0, 0], [0] * 6):
         args = (x, 2, torch.randn(6).to(dtype), None, 1e-5, True, padding, mode)

@@ -71,7 +71,7 @@ def test_routes_on_a_gpu_take_both_formats(kind):
     assert verdict.refused.get({"rows": "planes", "planes": "rows"}[kind])
 
 
-def test_layouts():
+def test_layout_tells_planes_from_rows():
     def kind(x, out=None):
         return layout(GroupNormSilu.of(x, 2, None, None, 1e-6, True, out))
 
@@ -91,7 +91,7 @@ def test_layouts():
     assert kind(x[..., :1, :1, :1]) == "planes"
 
 
-def test_blocks_and_parts():
+def test_block_and_parts_fill_a_gpu():
     assert block_of(128, 32, 64) == (16, 4, 2)
     assert block_of(96, 32, 64) == (16, 4, 2)  # groups of 3 in columns of 4
     assert block_of(6, 1, 64) == (1, 8, 1)
@@ -118,7 +118,7 @@ def test_axes_fold_where_neither_tensor_has_gaps():
     assert sizes(deep[..., :2], deep[..., 1:]) == [1, 27, 2]
 
 
-def test_one_walk():
+def test_is_one_walk_tells_rows_that_follow_each_other():
     assert is_one_walk([30, 6, 2], [4, 5, 3])
     assert is_one_walk([0, 0, 2], [1, 1, 3])
     assert not is_one_walk([40, 6, 2], [4, 5, 3])
@@ -191,7 +191,7 @@ def test_into_the_inside_of_a_border():
     )
 
 
-def test_into_a_buffer():
+def test_out_is_filled_and_returned():
     x, weight = torch.randn(1, 8, 2, 3, 4), torch.randn(8)
     out = behind_cache(x)
     assert turnout.group_norm_silu(x, 2, weight, out=out) is out
@@ -199,7 +199,7 @@ def test_into_a_buffer():
     assert torch.equal(out._base[:, :, :2], torch.zeros(1, 8, 2, 3, 4))
 
 
-def test_gradients():
+def test_gradients_pass_gradcheck():
     x, weight, bias = (
         torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,))
     )
@@ -274,7 +274,7 @@ def test_hunyuans_border_is_written_by_the_route():
     assert "side by side" in first.refused["gapped-rows"][0]
 
 
-def test_a_border_around_nothing():
+def test_empty_inputs_get_a_border():
     empty = torch.zeros(2, 4, 0)
     assert torch.equal(
         turnout.group_norm_silu_pad(empty, 2, padding=(1, 2), mode="constant"), torch.zeros(2, 4, 3)

@@ -30,7 +30,7 @@ def modulations(dtype, tokens=1):
 
 
 @halves
-def test_flux_norm_of_diffusers(dtype):
+def test_flux_norm_matches_diffusers(dtype):
     normalization = _diffusers("normalization")
     norm, x, temb = (
         normalization.AdaLayerNormZeroSingle(C).to(dtype),

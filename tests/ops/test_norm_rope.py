@@ -50,7 +50,7 @@ def same(actual, expected, route):
 
 @pinned
 @halves
-def test_flux(route, dtype):
+def test_flux_rotates_as_diffusers_does(route, dtype):
     """Text, then image, each with its norm; tables of width D with each value twice, one for all batches and
     heads.
     """
@@ -73,7 +73,7 @@ def test_flux(route, dtype):
 
 @pinned
 @halves
-def test_wan(route, dtype):
+def test_wan_rotates_as_diffusers_does(route, dtype):
     """A norm across heads; tables [1, S, 1, D] of three axes."""
     wan = diffusers("transformers.transformer_wan")
     attention = wan.WanAttention(H * D, heads=H, dim_head=D, eps=1e-6, processor=wan.WanAttnProcessor()).to(
@@ -111,7 +111,7 @@ def test_wan(route, dtype):
 
 @pinned
 @halves
-def test_qwen_image(route, dtype):
+def test_qwen_image_rotates_as_diffusers_does(route, dtype):
     """Complex tables, and diffusers' own norm, which rounds before it multiplies with the weight."""
     qwen, normalization = diffusers("transformers.transformer_qwenimage"), diffusers("normalization")
     x = projection(dtype)[1]
@@ -128,7 +128,7 @@ def test_qwen_image(route, dtype):
 
 @pinned
 @halves
-def test_ltx(route, dtype):
+def test_ltx_rotates_as_diffusers_does(route, dtype):
     """A norm across heads, tables [B, S, H * D] that differ from head to head."""
     ltx = diffusers("transformers.transformer_ltx")
     x = projection(dtype)[0]
@@ -143,7 +143,7 @@ def test_ltx(route, dtype):
 
 @pinned
 @halves
-def test_ltx2(route, dtype):
+def test_ltx2_rotates_as_diffusers_does(route, dtype):
     """Pairs half a head apart, tables [B, H, S, D / 2].
 
     Its addcmul rounds as PyTorch's build has it, so this is close, not exact.
@@ -165,7 +165,7 @@ def test_ltx2(route, dtype):
 
 @pinned
 @halves
-def test_cosmos(route, dtype):
+def test_cosmos_rotates_as_diffusers_does(route, dtype):
     """Pairs half a head apart, each value twice, diffusers' own norm on [B, H, S, D]."""
     embeddings, normalization = diffusers("embeddings"), diffusers("normalization")
     x = projection(dtype)[0]

@@ -120,7 +120,7 @@ def test_out_may_be_the_inside_of_a_padded_frame():
 
 
 @pytest.mark.parametrize("silu", [True, False])
-def test_gradients(silu):
+def test_gradients_pass_gradcheck(silu):
     x, weight, bias = (
         torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 4, 3), (4,), (4,))
     )

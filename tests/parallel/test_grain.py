@@ -44,7 +44,7 @@ def convolved(x, weight, axis, size):
 
 
 @torch.no_grad()
-def test_a_false_grain_is_found_in_lockstep(declare):
+def test_a_false_grain_raises_in_lockstep(declare):
     """Winograd sums tiles of several rows: a cut between them has other bits."""
     pytest.importorskip("numba")
     x, weight = torch.randn(1, 32, 62, 64), torch.randn(32, 32, 3, 3)

@@ -15,7 +15,7 @@ def test_lockstep_compares_bits():
     assert (row["same_bits"], row["same_bits_as_plain"]) == (True, True)
 
 
-def test_size_may_be_given_in_numbers():
+def test_a_size_in_pixels_is_raced():
     row = race_ranks("flux-vae", "64x96", "float32", torch.device("cpu"), 2, "lockstep", read_links(None), 2)
     assert (row["size"], row["title"]) == ("64x96", "Flux VAE decode, 64 x 96 (height x width)")
     assert row["same_bits"] is True
@@ -53,7 +53,7 @@ def test_command_writes_a_row(tmp_path):
     assert json.loads(path.read_text())["same_bits"] is True
 
 
-def test_mistakes_are_told(tmp_path):
+def test_unknown_engines_and_broken_links_are_errors(tmp_path):
     with pytest.raises(ValueError, match="one of: fake, lockstep"):
         race_ranks("wan-vae", "tiny", None, torch.device("cpu"), 2, "nccl", read_links(None), 2)
     broken = tmp_path / "links.json"

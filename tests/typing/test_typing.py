@@ -40,7 +40,7 @@ def test_a_users_file_passes_in_strict_mode(tmp_path):
     assert pyright(tmp_path, USER_FILE.read_text()) == []
 
 
-def test_a_mistake_of_a_user_is_found(tmp_path):
+def test_a_users_type_errors_are_reported(tmp_path):
     lines = [
         "import torch, turnout",
         "x = torch.ones(1)",

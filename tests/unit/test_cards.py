@@ -99,7 +99,7 @@ def test_golden_answers(card):
     golden(f"golden/{device.slug}.txt", lines)
 
 
-def test_what_is_chosen_for_every_case_on_an_h200():
+def test_the_routes_of_all_cases_on_an_h200_are_unchanged():
     """Host code may change as it likes; what the shipped rows choose does not."""
     h200, lines = Device.named("h200"), []
     for op in OPS.values():

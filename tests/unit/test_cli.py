@@ -366,7 +366,7 @@ def test_tune_and_export(tmp_path):
     assert json.loads((tmp_path / "t.json").read_text())["rows"]
 
 
-def test_tune_what_a_model_calls(tmp_path):
+def test_tune_measures_the_calls_of_a_model(tmp_path):
     words = (
         "tune",
         "conv2d",

@@ -133,7 +133,7 @@ def test_other_kernel_files_are_followed_and_host_files_are_not(package, tmp_pat
     assert package() == before
 
 
-def test_two_names_for_one_thing_are_not_confused(package):
+def test_swapping_two_locals_changes_the_hash(package):
     """Swapping two locals changes the code, renaming both does not."""
     before = package()
     swapped = KERNELS.replace("return x + lane * SIZE", "return lane + x * SIZE")

@@ -63,7 +63,7 @@ def test_json_holds_the_verdict():
     assert set(content["us"]) == {"single-launch", "two-stage", "cpu-chunks", "reference"}
 
 
-def test_the_function_itself_may_be_asked():
+def test_explain_takes_the_function_itself():
     assert turnout.explain(turnout.dot, torch.ones(3), b=torch.ones(3)).op == "dot"
 
 

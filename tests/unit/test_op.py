@@ -221,7 +221,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
     assert len(results) == 1
 
 
-def test_a_wrong_signature_or_name_is_told_at_once():
+def test_a_wrong_signature_or_name_raises_at_declaration():
     with pytest.raises(TypeError, match="it needs the reference's"):
         DOT.route("x", refuses=lambda p, d: (), cost=lambda p, d: 1.0, numerics="close", version=1)(
             lambda a, c: a

@@ -132,7 +132,7 @@ def test_a_route_that_copies_an_argument_is_not_direct(launches):
     assert launched(launches, prepared.call, args)[0][0].tensors[1][3:] == (torch.Size([64]), (1,))
 
 
-def test_arguments_in_one_storage_are_told_apart(launches):
+def test_arguments_in_one_storage_get_their_own_addresses(launches):
     """Rows of one tensor, as queries and keys of one projection are: each launch has its own."""
     both = torch.zeros(2, 4, 64)
     op = OPS["gated_add"]
@@ -200,7 +200,7 @@ def test_recording_ends_with_its_block():
     assert Device.of("cpu").type == "cpu"
 
 
-def test_what_is_worked_out_belongs_to_one_prepared():
+def test_worked_out_once_keeps_results_in_one_prepared():
     requested = []
 
     @worked_out_once

@@ -270,7 +270,7 @@ def test_uninterrupted_at_any_bytecode(repeated):
     assert events > 50
 
 
-def test_uninterrupted_gives_what_the_function_gives():
+def test_uninterrupted_returns_and_raises_as_the_function_does():
     assert threads.uninterrupted(divmod, 7, 2) == (3, 1)
     assert threads.uninterrupted(dict, a=1) == {"a": 1}
     with pytest.raises(ZeroDivisionError):

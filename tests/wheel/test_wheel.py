@@ -38,7 +38,7 @@ def test_wheel_holds_every_file_of_the_package(wheel):
     assert not [name for name in names if not name.startswith("turnout/")]
 
 
-def test_wheel_says_what_it_is(wheel):
+def test_wheel_metadata_is_complete(wheel):
     archive = zipfile.ZipFile(wheel)
     [file] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(archive.read(file))
