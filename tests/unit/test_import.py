@@ -1,5 +1,7 @@
 """`import turnout` is quick and asks for neither Triton, Numba nor a GPU."""
 
+import functools
+import json
 import os
 import statistics
 import subprocess
@@ -10,9 +12,9 @@ import pytest
 import turnout
 
 
-def run(code, **environment):
+def run(code, *words, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *words],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -22,12 +24,43 @@ def run(code, **environment):
     return done.stdout.strip()
 
 
-LOADED = "import torch, sys; before = set(sys.modules); {}; print(*sorted(set(sys.modules) - before))"
+FUNCTIONS = {
+    "accelerate": "models",
+    "accelerated": "models",
+    "restore": "models",
+    "distribute": "parallel",
+    "tune": "measure",
+    "warm": "warming",
+}
+IMPORT = "import turnout"
+FIRST_USES = [
+    statement
+    for name in FUNCTIONS
+    for statement in (f"import turnout; turnout.{name}", f"from turnout import {name}")
+]
+
+# Each statement runs in a child of one process that has torch: importing that takes longer than all else.
+LOADED = """
+import json, os, sys, torch
+before = set(sys.modules)
+for statement in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        exec(statement)
+        print(json.dumps([statement, sorted(set(sys.modules) - before)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, statement
+"""
 
 
 def loaded_by(statement):
     """The modules that a statement loads in a process that has torch, by name."""
-    return run(LOADED.format(statement)).split()
+    return _all_loaded()[statement]
+
+
+@functools.cache
+def _all_loaded():
+    lines = run(LOADED, json.dumps([IMPORT, *FIRST_USES])).splitlines()
+    return dict(json.loads(line) for line in lines)
 
 
 def test_import_takes_less_than_300_ms_beyond_torch(tmp_path):
@@ -54,12 +87,12 @@ def test_import_loads_no_compiler_no_plotting_no_command_line():
         "torch._inductor",
         "torch._dynamo",
     )
-    assert not [name for name in loaded_by("import turnout") if name.startswith(heavy)]
+    assert not [name for name in loaded_by(IMPORT) if name.startswith(heavy)]
 
 
 def test_import_loads_only_what_calls_of_ops_need():
     """Each module costs 1 to 2 ms: their number bounds the time of an import on any machine."""
-    loaded = loaded_by("import turnout")
+    loaded = loaded_by(IMPORT)
     own = {name.split(".")[1] for name in loaded if name.startswith("turnout.")}
     assert own == {"_version", "asking", "launch", "ops", "routing"}
     assert len([name for name in loaded if name.startswith("turnout")]) <= 120
@@ -67,19 +100,9 @@ def test_import_loads_only_what_calls_of_ops_need():
     assert packages - sys.stdlib_module_names - {"torch"} == {"turnout"}
 
 
-@pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("accelerate", "models"),
-        ("accelerated", "models"),
-        ("restore", "models"),
-        ("distribute", "parallel"),
-        ("tune", "measure"),
-        ("warm", "warming"),
-    ],
-)
+@pytest.mark.parametrize(("name", "package"), FUNCTIONS.items())
 def test_first_use_of_a_function_on_models_loads_its_code(name, package):
-    assert f"turnout.{package}" not in loaded_by("import turnout")
+    assert f"turnout.{package}" not in loaded_by(IMPORT)
     assert f"turnout.{package}" in loaded_by(f"import turnout; turnout.{name}")
     assert f"turnout.{package}" in loaded_by(f"from turnout import {name}")
 
