@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from turnout.routing.choose import REFERENCE, Verdict
@@ -15,7 +16,10 @@ from turnout.routing.route import Route
 
 
 def explain(
-    op: str | Callable[..., Any] | Op, *args: Any, device: str | Device | None = None, **kwargs: Any
+    op: str | Callable[..., Any] | Op,
+    *args: Any,
+    device: str | torch.device | Device | None = None,
+    **kwargs: Any,
 ) -> Verdict:
     """Tell which route a call would take, who decided that, and why the others would not run it.
 
@@ -32,7 +36,8 @@ def explain(
     ('reference', 'device cpu, this route needs a GPU')
     """
     called_op, arguments = lower(op, *args, **kwargs)
-    return called_op.explain(arguments, Device.named(device) if isinstance(device, str) else device)
+    named = Device.named(str(device)) if isinstance(device, (str, torch.device)) else device
+    return called_op.explain(arguments, named)
 
 
 def check_shapes(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> None:

@@ -301,6 +301,14 @@ def test_keys_of_race():
     assert listed <= keys
 
 
+def test_keys_of_race_on_ranks():
+    section, keys = documented_keys("turnout race --ranks")
+    words = ("wan-vae", "--size", "tiny", "--device", "cpu", "--ranks", "2", "--rounds", "2")
+    [fake], [lockstep] = (printed("race", *words, "--engine", engine) for engine in ("fake", "lockstep"))
+    assert set(fake) | set(lockstep) == keys
+    assert all(f"`{key}`" in section for rank in fake["of_ranks"] for key in rank)
+
+
 def test_keys_of_warm():
     section, keys = documented_keys("turnout warm")
     run = CliRunner().invoke(

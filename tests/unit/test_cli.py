@@ -83,6 +83,29 @@ def test_explain_takes_layouts(words, layouts):
     assert (output["problem"]["input_strides"], output["problem"]["weight_strides"]) == layouts
 
 
+def test_explain_takes_shapes_and_names_as_people_write_them():
+    output = json.loads(
+        in_process("explain", "dot", "--a", "[16]", "--b=(16,)", "--dtype", "torch.BFloat16", "--json")
+    )
+    assert (output["problem"]["a"], output["problem"]["b_dtype"]) == ([16], "bfloat16")
+    shapes = ("--input", "1,8,4,4", "--weight", "8,8,3,3")
+    output = json.loads(in_process("explain", "conv2d", *shapes, "--layout", "Channels_Last", "--json"))
+    assert output["problem"]["input_strides"] == [128, 1, 32, 8]
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_explain_answers_for_a_device_wherever_the_tensors_are(device):
+    """TF32 flags of a GPU and of a CPU differ."""
+    shapes = {"input": (1, 8, 6, 6), "weight": (8, 8, 3, 3)}
+    words = [f"--{name}={','.join(map(str, shape))}" for name, shape in shapes.items()]
+    output = json.loads(in_process("explain", "conv2d", *words, "--device", device, "--json"))
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    verdict = json.loads(package.explain("conv2d", **tensors, device=device).json())
+    assert output == verdict
+    here = json.loads(package.explain("conv2d", **tensors).json())
+    assert (here["problem"] == verdict["problem"]) == (device == "cpu")
+
+
 def test_explain_takes_floats_and_none():
     words = (
         "explain",
@@ -117,6 +140,33 @@ def test_explain_takes_every_public_call():
 
 CONVOLUTION = ("explain", "conv3d", "--input", "1,3,4,8,8", "--weight", "4,3,3,3,3")
 MISTAKES = [
+    (("docter",), "no such command 'docter'"),
+    (("doctor", "--jsno"), "no such option: --jsno"),
+    (("doctor", "extra"), "unexpected extra argument"),
+    (("explain",), "missing argument 'op'"),
+    (("bench", "dot", "--seconds", "x"), "'--seconds'"),
+    (("bench", "dot", "--seconds", "nan"), "--seconds nan: it needs to be at least 0"),
+    (("bench", "dot", "--device"), "requires an argument"),
+    (("bench", "dot", "--missing", "--device", "h200", "--only", "zzz"), "no case of dot contains it"),
+    (("explain", "dot", "--a", "3", "--b"), "--b has no value"),
+    (("explain", "dot", "--a", "1,,3", "--b", "3"), "--a 1,,3: it takes a shape"),
+    (
+        ("explain", "dot", "--a", "3", "--b", "3", "--device", "cuda:7"),
+        "no CUDA GPU; give cpu, or name a card",
+    ),
+    (
+        ("explain", "dot", "--a", "3", "--b", "3:contigous"),
+        "'contigous' is no layout; did you mean contiguous?",
+    ),
+    (("race", "all", "nope"), "model 'nope' is not known"),
+    (("race", "wan-vae", "--numerics", "exect"), "'exect' is not known; did you mean exact?"),
+    (("race", "wan-vae", "--rounds", "1"), "--rounds 1: it needs to be at least 2"),
+    (("race", "wan-vae", "--dtype", "int32"), "a model runs in bfloat16, float16, float32 or float64"),
+    (("race", "wan-vae", "--ranks", "2", "--compile"), "--compile was given with --ranks"),
+    (("race", "wan-vae", "--first-call", "--report", "x.html"), "--report was given with --first-call"),
+    (("race", "wan-vae", "--engine", "lockstep"), "--engine was given without --ranks"),
+    (("warm", "all", "nope", "--device", "h200"), "model 'nope' is not known"),
+    (("tune", "dot", "--size", "tiny"), "--size was given without --race"),
     (("explain", "zzz"), "op 'zzz' is not known; one of:"),
     (("explain", "atention"), "op 'atention' is not known; did you mean attention? One of:"),
     (

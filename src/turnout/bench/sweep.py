@@ -22,7 +22,7 @@ from turnout.measure.tune import measure, peak_mib, remember, rotating
 from turnout.measure.verify import Verifier
 from turnout.routing.case import Case, outline
 from turnout.routing.choose import REFERENCE, plain
-from turnout.routing.device import Device
+from turnout.routing.device import Device, assumed
 from turnout.routing.op import Op
 from turnout.routing.row import Row
 from turnout.routing.table import Tables
@@ -199,11 +199,9 @@ def missing(op: Op, case: Case, device: torch.device) -> bool:
 def absent_cases(op: Op, device: Device, only: str = "") -> list[Case]:
     """The cases that no table has with the kernels as they are, for a card that need not be here."""
     tables = Tables.for_device(device)
-    return [
-        case
-        for case in op.cases()
-        if only in str(case) and case.timed_on(device.type) and not tables.has(op, outline(op, case).problem)
-    ]
+    timed = [case for case in op.cases() if only in str(case) and case.timed_on(device.type)]
+    with assumed(device):
+        return [case for case in timed if not tables.has(op, outline(op, case).problem)]
 
 
 def keep_row(row: dict[str, Any], path: Path, *same: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from turnout.cli.common import DeviceHere, Json, console, errors, print_json
+from turnout.cli.common import DeviceHere, Json, check_least, console, errors, print_json
 
 
 def bench(
@@ -71,6 +71,7 @@ def bench(
         raise ValueError(
             "--write was given without refit, whose constants it writes: turnout bench refit --write"
         )
+    check_least("--seconds", seconds, 0)
     selected = [op_named(op) for op in ops] if ops else list(OPS.values())
     if missing and device is not None and (absent := _absent_card(device)) is not None:
         return _show_missing(selected, absent, only, json)
@@ -155,6 +156,8 @@ def _show_missing(ops: list[Any], device: Any, only: str, json: bool) -> None:
     """List the cases that no table of a card has a row of with the kernels as they are."""
     from turnout.bench.sweep import absent_cases
 
+    if not any(only in str(case) for op in ops for case in op.cases()):
+        raise ValueError(f"--only {only!r}: no case of {', '.join(op.name for op in ops)} contains it")
     rows = [{"op": op.name, "case": str(case)} for op in ops for case in absent_cases(op, device, only)]
     if json:
         return print_json(rows)

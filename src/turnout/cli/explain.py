@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from typing import Annotated, Any
 
@@ -57,7 +58,7 @@ def explain(
         name: _argument(f"--{name}", parameters[name].annotation, text, dtype, layout)
         for name, text in options.items()
     }
-    card = Device.named(device) if device else Device.of(device_here(None))
+    card = Device.of(device_here(None)) if device is None else Device.named(device)
     try:
         check_shapes(op, **arguments)
         verdict = ask(op, **arguments, device=card)
@@ -70,12 +71,17 @@ def explain(
 def _options(words: list[str]) -> dict[str, str]:
     """Read `--a 1,2 --b=3` as {"a": "1,2", "b": "3"}."""
     flat = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    if len(flat) % 2 or not all(name.startswith("--") for name in flat[::2]):
-        raise ValueError(
-            f"{' '.join(words)!r} cannot be read; give each argument as --name and a shape: "
-            "--a 1,4096 --b 4096,1"
-        )
-    return {name[2:].replace("-", "_"): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+    options: dict[str, str] = {}
+    while flat:
+        option = flat.pop(0)
+        if not option.startswith("--"):
+            raise ValueError(
+                f"{option!r} cannot be read; give each argument as --name and a shape: --a 1,4096 --b 4096,1"
+            )
+        if not flat or flat[0].startswith("--"):
+            raise ValueError(f"{option} has no value; give one, such as {option} 1,4096 or {option} true")
+        options[option[2:].replace("-", "_")] = flat.pop(0)
+    return options
 
 
 def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) -> Any:
@@ -98,14 +104,17 @@ def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) 
     shape, *suffixes = text.split(":")
     takes_lists = any(kind.endswith(("[int]", "[int]]")) for kind in kinds)
     try:
-        numbers = [int(n) for n in shape.split(",") if n]
+        numbers = _numbers(shape)
     except ValueError as mistake:
         if any_has("float"):
             return _float(option, text)
         if any_has("str"):
             return text
-        message = f"{option} {text}: it takes a shape, whole numbers with commas between, such as 1,4096"
-        raise ValueError(message) from mistake
+        shape_in_words = "a shape, whole numbers with commas between, such as 1,4096"
+        takes = shape_in_words if any_has("Tensor") else f"{annotation_in_words(kinds)}, such as 1 or 1,2"
+        raise ValueError(f"{option} {text}: it takes {takes}") from mistake
+    if any(abs(number) >= 2**63 for number in numbers):
+        raise ValueError(f"{option} {text}: too large; numbers are below 2**63")
     if any_has("Tensor") and (suffixes or not takes_lists):
         return _tensor(option, numbers, suffixes, dtype, layout)
     takes_number = not takes_lists or any("int" in kind and "[" not in kind for kind in kinds)
@@ -113,6 +122,19 @@ def _argument(option: str, annotation: Any, text: str, dtype: str, layout: str) 
     if not is_number and not takes_lists:
         raise ValueError(f"{option} {text}: it takes {annotation_in_words(kinds)}, not several numbers")
     return numbers[0] if is_number else numbers
+
+
+def _numbers(text: str) -> list[int]:
+    """Whole numbers with commas between, in brackets or without: "1,4096", "[1, 4096]"; none for "".
+
+    >>> _numbers("[1, 4096]"), _numbers("")
+    ([1, 4096], [])
+    """
+    inner = text.strip()
+    for left, right in ("[]", "()"):
+        if inner.startswith(left) and inner.endswith(right):
+            inner = inner[1:-1].strip().removesuffix(",")
+    return [int(number) for number in inner.split(",")] if inner else []
 
 
 def annotation_in_words(kinds: list[str]) -> str:
@@ -132,17 +154,21 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
     """A meta tensor. suffixes: a dtype, a layout, or both, which replace the defaults for this tensor."""
     import torch
 
-    from turnout.routing.names import dtype_named
+    from turnout.routing.names import dtype_named, not_known, one_of
 
     if any(size < 0 for size in shape):
         raise ValueError(f"{option}: shape {shape} has a negative size; sizes are 0 or more")
-    layouts = [suffix for suffix in suffixes if suffix in LAYOUTS[:2] or suffix.startswith("strides=")]
+    layouts = [suffix for suffix in suffixes if _layout(suffix) is not None]
     dtypes = [suffix for suffix in suffixes if suffix not in layouts]
+    for suffix in dtypes:
+        if difflib.get_close_matches(suffix, ("channels-last", "contiguous", "strides="), cutoff=0.7):
+            raise ValueError(f"{option}: {suffix!r} is no layout; {one_of(suffix, LAYOUTS)}")
     for kind, own in (("dtypes", dtypes), ("layouts", layouts)):
         if len(own) > 1:
             raise ValueError(f"{option}: {' and '.join(own)} are {len(own)} {kind}; give one")
     has_own_layout = bool(layouts)
-    layout, dtype = (layouts or [layout])[0], (dtypes or [dtype])[0]
+    given, dtype = (layouts or [layout])[0], (dtypes or [dtype])[0]
+    layout = _layout(given) or ""
     _check_extent(option, "shape", shape)
     options: dict[str, Any] = {"dtype": dtype_named(dtype), "device": "meta"}
     if layout.startswith("strides="):
@@ -162,13 +188,19 @@ def _tensor(option: str, shape: list[int], suffixes: list[str], dtype: str, layo
             )
         return torch.empty_strided(shape, strides, **options)
     if layout not in LAYOUTS[:2]:
-        raise ValueError(f"layout {layout!r} is not known; one of: {', '.join(LAYOUTS[:2])}")
+        raise not_known("layout", given, LAYOUTS)
     formats = {4: torch.channels_last, 5: torch.channels_last_3d} if layout == "channels-last" else {}
     if has_own_layout and formats and len(shape) not in formats:
         raise ValueError(
             f"{option}: channels-last needs four or five dimensions, shape {shape} has {len(shape)}"
         )
     return torch.empty(shape, **options, memory_format=formats.get(len(shape), torch.contiguous_format))
+
+
+def _layout(text: str) -> str | None:
+    """The layout of a word, in whatever case, with hyphens or underscores; None for one that is none."""
+    word = text.lower().replace("_", "-")
+    return word if word in LAYOUTS[:2] or word.startswith("strides=") else None
 
 
 def _check_extent(option: str, kind: str, numbers: list[int]) -> None:

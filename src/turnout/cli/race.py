@@ -101,19 +101,38 @@ def race(
     """
     from turnout.bench.writable import check_file, check_folder
     from turnout.race import many, page, perfetto
-    from turnout.race.models import RACERS
+    from turnout.race.models import RACERS, names_of
     from turnout.routing.names import device_here
+    from turnout.routing.settings import check_level
 
     if listed:
         return _show_racers(json)
     if not models:
         raise ValueError(f"no model was given; give one or more of these, or all: {', '.join(RACERS)}")
-    for option, value, least in (("--seconds", seconds, 0), ("--budget", budget, 0), ("--ranks", ranks, 1)):
+    limits = (
+        ("--rounds", rounds, 2),
+        ("--seconds", seconds, 0),
+        ("--budget", budget, 0),
+        ("--ranks", ranks, 1),
+    )
+    for option, value, least in limits:
         check_least(option, value, least)
-    if links is not None and ranks is None:
-        raise ValueError("--links was given without --ranks, whose messages it is about; give both")
+    if numerics is not None:
+        check_level(numerics)
+    if ranks is None and (links is not None or engine != "fake"):
+        raise ValueError(f"--{'engine' if links is None else 'links'} was given without --ranks; give both")
+    of_a_race = {
+        "--weights": weights, "--numerics": numerics, "--compile": compile, "--graph": graph,
+        "--budget": budget, "--report": report, "--trace": trace,
+    }  # fmt: skip
+    for mode, chosen in (("--ranks", ranks is not None), ("--first-call", first_call)):
+        unused = [option for option, value in of_a_race.items() if chosen and value not in (None, False)]
+        if unused:
+            raise ValueError(f"{unused[0]} was given with {mode}, which makes no use of it; leave one out")
+    if first_call and ranks is not None:
+        raise ValueError("--ranks was given with --first-call; give one of them")
     torch_device = device_here(device)
-    names = list(RACERS) if "all" in models else models
+    names = names_of(models)
     if missing and out is None:
         raise ValueError("--missing was given without --out, where it looks for rows; give both")
     if ranks is not None:

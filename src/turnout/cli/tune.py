@@ -48,11 +48,14 @@ def tune(
     from turnout.bench.writable import check_file, check_folder
     from turnout.race.models import prepare_accelerated
     from turnout.routing.device import Device
-    from turnout.routing.names import device_here, dtype_named
+    from turnout.routing.names import device_here, model_dtype_named
     from turnout.routing.public import op_named
     from turnout.routing.store import export as write
     from turnout.routing.store import folder
 
+    for option, given in (("--size", bool(size)), ("--dtype", dtype != "bfloat16"), ("--again", again)):
+        if given and not model:
+            raise ValueError(f"{option} was given without --race, whose model it is about; give both")
     torch_device = device_here(device)
     spec = Device.of(torch_device)
     for op in ops or ():
@@ -64,7 +67,7 @@ def tune(
     options: dict[str, Any] = {"budget": budget, "save": export is None, "progress": not json}
     if model:
         with errors.status(Text(f"{model}: building")):
-            call = prepare_accelerated(model, size, dtype_named(dtype), torch_device)
+            call = prepare_accelerated(model, size, model_dtype_named(dtype), torch_device)
         rows = turnout.tune(ops, during=call, again=again, **options)
     else:
         rows = turnout.tune(ops, device=torch_device, **options)

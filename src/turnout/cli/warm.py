@@ -40,19 +40,16 @@ def warm(
     [bold]Example[/bold]  turnout warm flux-vae --size 768x1360 --device h200 --check
     """
     from turnout.race.ahead import specs_of_race
-    from turnout.race.models import RACERS
-    from turnout.routing.names import dtype_named, not_known
+    from turnout.race.models import names_of
+    from turnout.routing.names import model_dtype_named
     from turnout.warming import warmed
     from turnout.warming.compiling import Compiler, most_jobs
     from turnout.warming.progress import Bar
 
     begun = time.perf_counter()
-    names = list(RACERS) if "all" in models else list(dict.fromkeys(models))
-    for name in names:
-        if name not in RACERS:
-            raise not_known("model", name, RACERS)
+    names = names_of(models)
     card = warmed.card_named(device)
-    wanted = None if dtype is None else dtype_named(dtype)
+    wanted = None if dtype is None else model_dtype_named(dtype)
     jobs = warmed.check_jobs(most_jobs() if jobs is None else jobs)
     with Compiler() as compiler, Bar(errors) as bar:
         specs = []

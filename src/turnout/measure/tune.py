@@ -303,6 +303,7 @@ class _progress:
         self.bar = None
         if not self.shown:
             return lambda label: None
+        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self.bar = Progress(
@@ -311,6 +312,7 @@ class _progress:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.description}"),
+            console=Console(stderr=True),
         )
         self.bar.start()
         task = self.bar.add_task("", total=self.total)

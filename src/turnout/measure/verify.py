@@ -37,7 +37,9 @@ def outputs(op: Op, run: Callable[..., Any], args: tuple) -> tuple[Tensor, ...]:
     )
     result = run(*args)
     written = tuple(x for name, x in zip(op.signature.parameters, args, strict=True) if name in op.mutates)
-    returned = () if result is None else result if isinstance(result, (tuple, list)) else (result,)
+    if result is None and op.mutates:
+        return written
+    returned: Any = result if isinstance(result, tuple) and op.returns_several else (result,)
     return (*returned, *written)
 
 
@@ -165,7 +167,9 @@ def _stacked(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack(tuple(parts))
 
 
-def _misfit(output: Tensor, reference: Tensor, exact: bool) -> str | None:
+def _misfit(output: Any, reference: Tensor, exact: bool) -> str | None:
+    if not isinstance(output, Tensor):
+        return f"it is a {type(output).__name__}, the reference gives a tensor"
     for attribute in ("shape", "dtype", "device"):
         actual, expected = getattr(output, attribute), getattr(reference, attribute)
         if actual != expected:

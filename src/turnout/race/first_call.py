@@ -26,7 +26,7 @@ from turnout.race.ahead import numbers_of, sized
 from turnout.race.models import check_size, racer_named
 from turnout.race.racer import Racer, Settings
 from turnout.routing.device import Device
-from turnout.routing.names import dtype_named
+from turnout.routing.names import model_dtype_named
 
 FILE = "first-call.jsonl"
 KEY = ("model", "size", "dtype")  # of rows that replace each other
@@ -193,7 +193,7 @@ def main() -> None:
     name, size, calls, dtype, device = json.loads(sys.argv[1])
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     sizes = [tuple(each) for each in calls]
-    for called in first_calls(name, size, sizes, dtype_named(dtype), torch.device(device), cache):
+    for called in first_calls(name, size, sizes, model_dtype_named(dtype), torch.device(device), cache):
         print(json.dumps(called), flush=True)
 
 

@@ -18,7 +18,7 @@ from turnout.race.models import check_weights, racer_named, size_named
 from turnout.race.racer import Racer
 from turnout.race.run import ACCELERATED, COMPILED, GRAPH, STOCK, Race, race
 from turnout.routing.device import Device
-from turnout.routing.names import dtype_named
+from turnout.routing.names import model_dtype_named
 
 
 class Entry(NamedTuple):
@@ -79,7 +79,7 @@ def entries(
             check_weights(weights, racer)
         others = racer.dtypes[1:] if len(names) > 1 else ()
         dtypes = [dtype] if dtype is not None else [racer.default_dtype(device), *others]
-        listed += [Entry(name, racer, size_name, dtype_named(each)) for each in dtypes]
+        listed += [Entry(name, racer, size_name, model_dtype_named(each)) for each in dtypes]
     return listed
 
 

@@ -34,6 +34,14 @@ def racer_named(name: str) -> Racer:
     raise not_known("model", name, [*RACERS, "all"])
 
 
+def names_of(models: list[str]) -> list[str]:
+    """The models of a command, each once; "all" stands for every one. Raises ValueError for unknown names."""
+    for name in models:
+        if name != "all":
+            racer_named(name)
+    return list(RACERS) if "all" in models else list(dict.fromkeys(models))
+
+
 def size_named(name: str, size: str, device: torch.device) -> str:
     """Check a size of a model; "" is the full one on a GPU and the small one on a CPU."""
     sizes = racer_named(name).sizes

@@ -24,7 +24,7 @@ from turnout.parallel import Fake, Lockstep, distribute
 from turnout.race.ahead import numbers_of, sized
 from turnout.race.models import check_size, racer_named
 from turnout.race.racer import Settings
-from turnout.routing.names import dtype_named
+from turnout.routing.names import model_dtype_named
 
 ENGINES = ("fake", "lockstep")
 
@@ -82,7 +82,7 @@ def race_ranks(
     racer, size = racer_named(name), sized(name, size, device)
     dtype_name = dtype or racer.default_dtype(device)
     config, numbers = numbers_of(name, racer, size)
-    settings = Settings(numbers, dtype_named(dtype_name), device)
+    settings = Settings(numbers, model_dtype_named(dtype_name), device)
     with torch.no_grad():
         model = racer.build(config, settings)
         check_size(name, racer, model, numbers)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from turnout.routing import device_files, machine, versions
-from turnout.routing.names import not_known
+from turnout.routing.names import device_here, not_known
 
 KIB, MIB = 2**10, 2**20
 FITTED_ON = "nvidia-h200"  # the device whose constants stand in for cards that have none of their own
@@ -142,7 +142,8 @@ class Device:
 
     @staticmethod
     def named(name: str) -> Device:
-        """The known device that people call `name`, whether or not this machine has it.
+        """The known device that people call `name`, whether or not this machine has it; "cuda" is the GPU
+        that is here.
 
         Some words of the driver's name will do, with or without spaces and hyphens. Where they fit several
         cards and have a number in them ("h100"), the first in `known_cards()` is meant.
@@ -152,8 +153,13 @@ class Device:
         {'NVIDIA GeForce RTX 4090'}
         """
         letters = _letters(name)
-        if letters == "cpu":
+        if letters in ("cpu", "cpu0"):
             return cpu()
+        if re.fullmatch(r"cuda\d*", letters):
+            try:
+                return Device.of(device_here(name))
+            except ValueError as mistake:
+                raise ValueError(f"{mistake}, or name a card, such as h200") from mistake
         matches = [device for device in known_cards() if letters and letters in _aliases(device)]
         has_number = any(letter.isdigit() for letter in letters)
         if not matches or (len(matches) > 1 and not has_number):

@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from turnout.routing import settings
-from turnout.routing.fallback import (
-    autocasting,
-)
+from turnout.routing.declaration import arguments_of
+from turnout.routing.fallback import autocasting
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -34,16 +32,12 @@ def entry_point(op: Op) -> Callable[..., Any]:
         f"(device := {next(iter(op.signature.parameters))}.get_device())",
         "threads() if device < 0 else 0",
     ]
-    for name, parameter in op.signature.parameters.items():
-        kind = str(parameter.annotation)
-        if kind in ("Tensor", str(Tensor)):
-            key.append(tensor.format(name))
-            grads.append(f"{name}.requires_grad")
-        elif "Tensor" in kind:
-            key.append(f"None if {name} is None else ({tensor.format(name)})")
-            grads.append(f"({name} is not None and {name}.requires_grad)")
-        else:
-            key.append(f"tuple({name})" if "list" in kind.lower() else name)
+    for name, (kind, optional) in arguments_of(op.reference).items():
+        part = {"tensor": tensor.format(name), "list": f"tuple({name})"}.get(kind or "", name)
+        key.append(f"None if {name} is None else ({part})" if optional and part != name else part)
+        if kind == "tensor":
+            wants = f"{name}.requires_grad"
+            grads.append(f"({name} is not None and {wants})" if optional else wants)
     key.append(f"grad_enabled() and ({' or '.join(grads)})")
     arguments = ", ".join(op.signature.parameters)
     source = f"""

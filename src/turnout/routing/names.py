@@ -27,7 +27,7 @@ def one_of(name: str, known: Iterable[str], spellings: Mapping[str, str] | None 
     """
     known = list(known)
     meant = {**(spellings or {}), **{each.lower(): each for each in known}}
-    near = difflib.get_close_matches(name.lower(), meant, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(name).lower(), meant, n=1, cutoff=0.6)
     return (f"did you mean {meant[near[0]]}? One of: " if near else "one of: ") + ", ".join(known)
 
 
@@ -45,15 +45,28 @@ def not_known(
 def dtype_named(name: str) -> torch.dtype:
     """The torch dtype of a name: torch's own, or one of bf16, fp16, half, fp32 and fp64.
 
-    >>> dtype_named("bf16"), dtype_named("int32")
+    >>> dtype_named("BF16"), dtype_named("torch.int32")
     (torch.bfloat16, torch.int32)
     """
-    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    word = name.lower().removeprefix("torch.")
+    dtype = getattr(torch, _SHORT_DTYPES.get(word, word), None)
     if not isinstance(dtype, torch.dtype):
         usual = ("float32", "float16", "bfloat16", "float64", "complex64", "int32", "int64", "bool")
         near = difflib.get_close_matches(name, [*DTYPES, *_SHORT_DTYPES], n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}? Some are: " if near else "some are: "
         raise ValueError(f"dtype {name!r} is not known; {hint}{', '.join(usual)}")
+    return dtype
+
+
+def model_dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of a name, for the weights of a model: a floating-point one.
+
+    >>> model_dtype_named("fp16")
+    torch.float16
+    """
+    dtype = dtype_named(name)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        raise ValueError(f"dtype {name!r}: a model runs in bfloat16, float16, float32 or float64; give one")
     return dtype
 
 
@@ -73,7 +86,7 @@ def device_here(name: str | None) -> torch.device:
         message = f"device {name!r} is not one of this machine's; {hint}give cpu, cuda or cuda:1"
         raise ValueError(message) from mistake
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r}: this machine has no CUDA GPU; use --device cpu")
+        raise ValueError(f"device {name!r}: this machine has no CUDA GPU; give cpu")
     if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ValueError(f"device {name!r}: this machine has {count} CUDA GPUs, cuda:0 to cuda:{count - 1}")

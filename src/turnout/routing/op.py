@@ -6,7 +6,6 @@ import collections
 import contextlib
 import functools
 import importlib
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -17,7 +16,15 @@ from torch import Tensor
 from turnout.routing import failures, mutation, settings
 from turnout.routing.case import Case, Cases
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
-from turnout.routing.device import Device, is_planning
+from turnout.routing.declaration import (
+    check_op,
+    checked_cost,
+    checked_problem,
+    checked_route,
+    returns_several,
+    signature_of,
+)
+from turnout.routing.device import Device, assumed, is_planning
 from turnout.routing.entry import entry_point
 from turnout.routing.fallback import (
     AUTOCAST_ON,
@@ -28,6 +35,7 @@ from turnout.routing.fallback import (
     tracing_state,
 )
 from turnout.routing.forks import lock_across_forks
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare
 from turnout.routing.route import (
@@ -40,7 +48,6 @@ from turnout.routing.route import (
     Numerics,
     Route,
     Work,
-    check_declaration,
 )
 from turnout.routing.runtime_checks import with_runtime_checks
 from turnout.routing.table import Tables
@@ -117,10 +124,13 @@ class Op:
     ):
         self.ambient, self.builtin = ambient, builtin
         self.name, self.reference, self.cost = name, reference, cost
-        self.problem_type, self.problem = problem_type, problem_type.of
+        self.problem_type = problem_type
         self.work, self.family, self.autocast, self.vjp, self.mutates = work, family, autocast, vjp, mutates
         self.simpler, self._cases = simpler, cases
-        self.signature = inspect.signature(reference)
+        self.signature = signature_of(f"the reference of op {name!r}", reference)
+        check_op(self, OPS)
+        self.returns_several = returns_several(reference)
+        self.problem, self.cost = checked_problem(self), checked_cost(f"the reference of {name}", cost)
         self.lowered_by: Callable[..., tuple] | None = None
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
@@ -156,8 +166,7 @@ class Op:
         """
 
         def declare(run: Callable[..., Any]) -> Callable[..., Any]:
-            check_declaration(self, name, run, numerics, in_place, fails_before_writing)
-            self.routes[name] = Route(
+            declared = Route(
                 name,
                 run,
                 refuses,
@@ -166,11 +175,12 @@ class Op:
                 version,
                 configs,
                 prepare,
-                tuple(kernels),
-                tuple(in_place),
+                kernels,  # pyright: ignore[reportArgumentType]
+                in_place,  # pyright: ignore[reportArgumentType]
                 fails_before_writing,
                 grain,
             )
+            self.routes[name] = checked_route(self, declared)
             return run
 
         return declare
@@ -189,7 +199,16 @@ class Op:
     @functools.cached_property
     def declared_cases(self) -> Cases:
         """The op's cases, and what benchmarks and tests need to know of it."""
-        return self._cases if isinstance(self._cases, Cases) else importlib.import_module(self._cases).CASES
+        cases = self._cases
+        if isinstance(cases, str):
+            module = importlib.import_module(cases)
+            cases = getattr(module, "CASES", None)
+        if not isinstance(cases, Cases):
+            raise TypeError(
+                f"op {self.name!r}: cases is {self._cases!r}, it needs to be a Cases, or the name of a "
+                "module whose CASES is one"
+            )
+        return cases
 
     def cases(self) -> list[Case]:
         """The op's real calls, each with the model it comes from."""
@@ -211,8 +230,24 @@ class Op:
         """Select a route for a call that is not in the dispatch cache, cache the choice, and run it.
 
         `cache_key` is None if it could not be built (wrong argument types, symbolic sizes). The reference
-        then runs, so that the caller sees torch's own error.
+        then runs, so that the caller sees torch's own error, or one that names the argument.
         """
+        try:
+            return self._dispatch(cache_key, *args)
+        except UNCLEAR as failure:
+            self._raise_clearer(failure, args)
+            if isinstance(failure, IndexError) and not self.mutates:
+                self.plain(*args)  # a tensor may have too few dimensions: torch says so
+            raise
+
+    def _raise_clearer(self, failure: Exception | None, args: tuple) -> None:
+        """Raise an error that names the argument of the wrong kind, if there is one."""
+        if self.builtin is None:  # else the error is torch's own
+            raise_clearer(
+                self.name, self.reference, zip(self.signature.parameters, args, strict=True), failure
+            )
+
+    def _dispatch(self, cache_key: tuple | None, *args: Any) -> Any:
         now = settings.entered.get()
         if isinstance(now, settings.Asking):
             raise settings.Asked(self, args)
@@ -381,8 +416,10 @@ class Op:
         device: a device that need not be in this machine; tensors may then be on any device.
         """
         # Only sizes, strides and dtypes are looked at: casting needs no values.
+        self._raise_clearer(None, args)
         cast_args = self.cast(args, torch.empty_like, None if device is None else device.type)
-        key = self.key(cast_args)._replace(wants_grad=self._wants_grad(args))
+        with contextlib.nullcontext() if device is None else assumed(device):
+            key = self.key(cast_args)._replace(wants_grad=self._wants_grad(args))
         minds_autocast = self.autocast == "reference"
         if device is not None:
             why = AUTOCAST_ON if minds_autocast and autocasting() else None

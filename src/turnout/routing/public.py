@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from turnout.routing import settings
+from turnout.routing.declaration import place
 from turnout.routing.names import not_known
 from turnout.routing.op import OPS, Op
 
@@ -47,7 +48,18 @@ def public(*ops: Op, of_cases: bool = False) -> Callable[[F], F]:
     this function's arguments, by position.
     """
 
+    if not ops or not all(isinstance(op, Op) for op in ops):
+        raise TypeError(
+            f"@public({', '.join(map(repr, ops))}) needs the ops that the function calls: @public(OP)"
+        )
+
     def declare(function: F) -> F:
+        taken = PUBLIC.get(function.__name__)
+        if taken is not None and place(taken.function) != place(function):
+            raise ValueError(
+                f"{place(taken.function)} is public as {function.__name__!r} already; give "
+                f"{place(function)} another name"
+            )
         if of_cases:
             ops[0].lowered_by = functools.partial(_lowered_case, function)
         PUBLIC[function.__name__] = Public(function, ops)

@@ -6,16 +6,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from turnout.routing.choose import REFERENCE
 from turnout.routing.device import Device
 from turnout.routing.prepared import Prepare, Prepared
-
-if TYPE_CHECKING:
-    from turnout.routing.op import Op
 
 Numerics = Literal["exact", "close", "lossy"]
 Guard = Callable[[Any, Device], Iterable[str]]
@@ -92,6 +88,10 @@ class Route:
         """Bind this route to a configuration, for calls with these arguments' cache key (see `Op.route`)."""
         prepared = Prepared(self.run, {**self.defaults, **config})
         call = None if self.prepare is None else prepared.keeping(self.prepare, prepared, args)
+        if call is not None and not callable(call):
+            raise TypeError(
+                f"route {self.name!r}: prepare returned {call!r}, it needs to return a function or None"
+            )
         prepared.call = call or prepared.call
         return prepared
 
@@ -112,38 +112,3 @@ class Key(NamedTuple):
     problem: Any
     wants_grad: bool
     devices: tuple[torch.device, ...]
-
-
-def check_declaration(
-    op: Op,
-    name: str,
-    run: Callable[..., Any],
-    numerics: str,
-    in_place: Sequence[str],
-    fails_before_writing: bool,
-) -> None:
-    """Raise TypeError or ValueError if an op cannot have a route that is declared so."""
-    parameters = list(inspect.signature(run).parameters.values())
-    extra = parameters[len(op.signature.parameters) :]
-    if [p.name for p in parameters[: len(op.signature.parameters)]] != list(op.signature.parameters):
-        raise TypeError(
-            f"route {name!r} of {op.name} takes {parameters}, it needs the reference's {op.signature}"
-        )
-    if any(p.kind is not p.KEYWORD_ONLY or p.default is p.empty for p in extra):
-        raise TypeError(
-            f"route {name!r} of {op.name}: configuration {extra} must be keyword-only with defaults"
-        )
-    if name in op.routes or name == REFERENCE:
-        raise ValueError(f"op {op.name} has a route {name!r} already")
-    if numerics not in get_args(Numerics):
-        raise ValueError(f"numerics {numerics!r} of route {name!r}; one of: {', '.join(get_args(Numerics))}")
-    if not op.mutates and (in_place or fails_before_writing):
-        raise TypeError(
-            f"route {name!r} of {op.name}: in_place and fails_before_writing need an op "
-            "that writes (mutates=)"
-        )
-    if not set(in_place) <= set(op.signature.parameters) - set(op.mutates):
-        raise TypeError(
-            f"route {name!r} of {op.name}: in_place {list(in_place)} needs to name arguments "
-            "that are only read"
-        )

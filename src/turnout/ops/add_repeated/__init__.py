@@ -11,6 +11,7 @@ from torch import Tensor
 
 from turnout.ops.layouts import in_format_of
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -149,4 +150,9 @@ def add_repeated(y: Tensor, x: Tensor, *, times: Sequence[int]) -> Tensor:
     >>> turnout.add_repeated(torch.zeros(1, 1, 2, 1, 1), x, times=(2, 1, 1)).flatten()
     tensor([1., 2.])
     """
-    return ADD_REPEATED(y, x, list(times))
+    try:
+        repeats = list(times)
+    except UNCLEAR as failure:
+        raise_clearer("add_repeated", add_repeated, locals().items(), failure)
+        raise
+    return ADD_REPEATED(y, x, repeats)

@@ -14,6 +14,7 @@ from turnout.ops.attention import costs, padding
 from turnout.ops.layouts import with_strides
 from turnout.routing.choose import plain
 from turnout.routing.fallback import needs_any_derivative
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -274,16 +275,21 @@ def arguments(
     kv_lengths: Tensor | Sequence[int] | Sequence[Sequence[int]] | None = None,
 ) -> tuple:
     """The reference's arguments of a public call: lengths as the host knows them, where it can."""
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
     ends: Tensor | None = None
     lengths: list[int] = []
-    if kv_lengths is not None:
-        ends, lengths = padding.pairs(kv_lengths, q.shape[0], k.shape[2])
-    elif mask is not None and not mask.requires_grad:
-        masked_lengths = padding.of_mask(mask, q.shape[0], k.shape[2])
-        if masked_lengths is not None:
-            mask, lengths = None, masked_lengths
+    try:
+        if scale is None:
+            scale = q.shape[-1] ** -0.5 if q.shape[-1] else 1.0
+        if kv_lengths is not None:
+            ends, lengths = padding.pairs(kv_lengths, q.shape[0], k.shape[2])
+        elif mask is not None and not mask.requires_grad:
+            masked_lengths = padding.of_mask(mask, q.shape[0], k.shape[2])
+            if masked_lengths is not None:
+                mask, lengths = None, masked_lengths
+    except UNCLEAR as failure:
+        raise_clearer("attention", arguments, locals().items(), failure)
+        check(q, k, v, mask)  # says which one has too few dimensions
+        raise
     return q, k, v, mask, causal, scale, ends, lengths
 
 

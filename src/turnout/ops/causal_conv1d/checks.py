@@ -90,7 +90,7 @@ def check_ends(cu_seqlens: Tensor, x: Tensor) -> None:
     holds.
     """
     global _checked
-    if not can_read_values(cu_seqlens) or is_planning():
+    if not isinstance(x, Tensor) or not can_read_values(cu_seqlens) or is_planning():
         return
     if cu_seqlens.dim() != 1 or x.dim() != 3 or cu_seqlens.shape[0] < 2 or cu_seqlens.is_floating_point():
         return  # `check` says what is wrong

@@ -15,6 +15,7 @@ from turnout.ops.convolution.gradients import convolution_backward, residual_gra
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format, with_residual
 from turnout.ops.convolution.problem import Beside, Conv3d, channels_last, spread, torch_settings
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op, Simpler
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -45,6 +46,16 @@ class CausalConv3d(NamedTuple):
         pad_mode: str,
         residual: Tensor | None,
     ) -> CausalConv3d:
+        for name, x in (("input", input), ("weight", weight), ("cache", cache)):
+            if x is not None and x.dim() != 5:
+                raise ValueError(f"{name} is {list(x.shape)}, it needs five dimensions")
+        for name, numbers, count in (
+            ("stride", stride, 3),
+            ("padding", padding, 2),
+            ("dilation", dilation, 3),
+        ):
+            if len(numbers) != count:
+                raise ValueError(f"{name} is {list(numbers)}, it needs one number or {count}")
         convolution = Conv3d.of(input, weight, bias, stride, [0, *padding], dilation, groups, residual)
         return CausalConv3d(convolution, Beside.of(cache), pad_mode)  # pyright: ignore[reportArgumentType]
 
@@ -265,10 +276,14 @@ def causal_conv3d(
     if pad_mode not in PAD_MODES:
         raise ValueError(f"pad_mode {pad_mode!r}; one of: {', '.join(PAD_MODES)}")
     clips, before, beside = input, cache, residual
-    if input.dim() == 4:
-        clips = input.unsqueeze(0)
-        before, beside = (None if x is None else x.unsqueeze(0) for x in (cache, residual))
-    numbers = (spread(stride, 3), spread(padding, 2), spread(dilation, 3))
+    try:
+        if input.dim() == 4:
+            clips = input.unsqueeze(0)
+            before, beside = (None if x is None else x.unsqueeze(0) for x in (cache, residual))
+        numbers = (spread(stride, 3), spread(padding, 2), spread(dilation, 3))
+    except UNCLEAR as failure:
+        raise_clearer("causal_conv3d", causal_conv3d, locals().items(), failure)
+        raise
     y = CAUSAL_CONV3D(clips, weight, bias, before, *numbers, groups, pad_mode, beside)
     y = y.squeeze(0) if input.dim() == 4 else y
     if not return_cache:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import ClassVar, NamedTuple
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, is_index, raise_clearer
 from turnout.routing.torch_private import cudnn_enabled, get_precision
 
 ON_TORCHS_OWN_LOOP = 20480  # N * C * D * H of a single float32 image up to which torch keeps it from oneDNN
@@ -43,7 +46,7 @@ class Float32(NamedTuple):
     def of(input: Tensor) -> Float32:
         if input.dtype is not torch.float32:
             return Float32("", "")
-        settings = float32_settings(input.device.type == "cpu")
+        settings = float32_settings(Device.of(input.device).type == "cpu")
         return Float32(*("ieee" if precision == "none" else precision for precision in settings))
 
 
@@ -222,6 +225,8 @@ def spread(value: int | Sequence[int], count: int) -> list[int]:
     """
     if isinstance(value, int):
         return [value] * count
+    if not isinstance(value, (list, tuple)) and is_index(value):  # NumPy's integers
+        return [operator.index(value)] * count  # pyright: ignore[reportArgumentType]
     return list(value) * count if len(value) == 1 else list(value)
 
 
@@ -244,15 +249,19 @@ def arguments(
 
     `convolve` is torch's own function.
     """
-    if isinstance(padding, str):
-        if padding not in ("valid", "same") or (
-            padding == "same" and any(s != 1 for s in spread(stride, dimensions))
-        ):
-            convolve(input, weight, bias, stride, padding, dilation, groups)  # raises, in torch's words
-        input, padding = without_words(input, weight, padding, spread(dilation, dimensions))
-    if input.dim() == dimensions + 1:
-        input, residual = input.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
-    numbers = (spread(value, dimensions) for value in (stride, padding, dilation))
+    try:
+        if isinstance(padding, str):
+            if padding not in ("valid", "same") or (
+                padding == "same" and any(s != 1 for s in spread(stride, dimensions))
+            ):
+                convolve(input, weight, bias, stride, padding, dilation, groups)  # raises, in torch's words
+            input, padding = without_words(input, weight, padding, spread(dilation, dimensions))
+        if input.dim() == dimensions + 1:
+            input, residual = input.unsqueeze(0), None if residual is None else residual.unsqueeze(0)
+        numbers = [spread(value, dimensions) for value in (stride, padding, dilation)]
+    except UNCLEAR as failure:
+        raise_clearer(convolve.__name__, arguments, locals().items(), failure)
+        raise
     return input, weight, bias, *numbers, groups, residual
 
 

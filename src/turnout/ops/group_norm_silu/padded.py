@@ -14,6 +14,7 @@ from torch import Tensor
 
 from turnout.ops.group_norm_silu import GroupNormSilu, check, normalised, reference_cost
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -250,5 +251,10 @@ def group_norm_silu_pad(
     >>> torch.equal(y[:, :, 0], y[:, :, 2])
     True
     """
-    missing = 0 if len(padding) % 2 else 2 * (x.dim() - 2) - len(padding)
-    return GROUP_NORM_SILU_PAD(x, groups, weight, bias, eps, silu, [*padding, *[0] * missing], mode)
+    try:
+        missing = 0 if len(padding) % 2 else 2 * (x.dim() - 2) - len(padding)
+        sides = [*padding, *[0] * missing]
+    except UNCLEAR as failure:
+        raise_clearer("group_norm_silu_pad", group_norm_silu_pad, locals().items(), failure)
+        raise
+    return GROUP_NORM_SILU_PAD(x, groups, weight, bias, eps, silu, sides, mode)

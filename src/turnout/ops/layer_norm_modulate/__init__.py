@@ -277,7 +277,7 @@ GATED_ADD = Op(
 
 def _by_token(modulation: Tensor | None) -> Tensor | None:
     """Give a modulation `[B, C]` the shape `[B, 1, C]`; others stay as they are."""
-    return modulation.unsqueeze(1) if modulation is not None and modulation.dim() == 2 else modulation
+    return modulation.unsqueeze(1) if isinstance(modulation, Tensor) and modulation.dim() == 2 else modulation
 
 
 @overload

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turnout.ops.norm_rope.checks import Call, Streams, check, table_kind
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -222,6 +223,8 @@ Weight = Tensor | Sequence[Tensor] | None
 def _two(x: Stream | None, name: str) -> tuple[Tensor | None, Tensor | None]:
     if x is None or isinstance(x, Tensor):
         return x, None
+    if not isinstance(x, (list, tuple)):
+        raise TypeError(f"{name} is no tensor and no list of tensors")
     if not 1 <= len(x) <= 2:
         raise ValueError(f"{name} has {len(x)} streams, it needs one or two: join others with torch.cat")
     return x[0], x[1] if len(x) == 2 else None
@@ -244,20 +247,28 @@ def arguments(
     round_before_weight: bool = False,
 ) -> tuple:
     """The reference's arguments of a public call."""
-    (first, second), keys = _two(q, "q"), _two(k, "k")
-    scales = (*_two(q_weight, "q_weight"), *_two(k_weight, "k_weight"))
-    assert first is not None
-    kind = (
-        "none"
-        if not (norm if norm is not None else scales[0] is not None)
-        else "all"
-        if across_heads
-        else "head"
-    )
-    rotary = 0
-    if cos is not None:
-        dim, width = first.shape[-1], cos.shape[-1] * (2 if cos.is_complex() else 1)
-        rotary = rotary_dim or (dim if width in (dim, dim // 2) else width)
+    try:
+        (first, second), keys = _two(q, "q"), _two(k, "k")
+        scales = (*_two(q_weight, "q_weight"), *_two(k_weight, "k_weight"))
+        assert first is not None
+        kind = (
+            "none"
+            if not (norm if norm is not None else scales[0] is not None)
+            else "all"
+            if across_heads
+            else "head"
+        )
+        rotary = 0
+        if cos is not None:
+            dim, width = first.shape[-1], cos.shape[-1] * (2 if cos.is_complex() else 1)
+            rotary = rotary_dim or (dim if width in (dim, dim // 2) else width)
+    except UNCLEAR as failure:
+        given = {"q": q, "k": k, "cos": cos, "sin": sin, "q_weight": q_weight, "k_weight": k_weight}
+        if k is None:
+            given |= {"x": q, "weight": q_weight, "k": None, "k_weight": None}
+        function = norm_rope if k is None else norm_rope_qk
+        raise_clearer(function.__name__, function, given.items(), failure)
+        raise
     return (
         first,
         second,
@@ -373,6 +384,10 @@ def norm_rope_qk(
     >>> a.shape, b.shape
     (torch.Size([1, 4, 5, 8]), torch.Size([1, 2, 5, 8]))
     """
+    if k is None:
+        raise TypeError(
+            "norm_rope_qk: k is None, it needs to be a Tensor or a list of Tensors; norm_rope takes q alone"
+        )
     return NORM_ROPE(
         *arguments(
             q,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from turnout.ops.layouts import folded, fresh_strides, in_format_of
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
@@ -264,10 +265,14 @@ def rms_norm_silu(
     >>> buffer[2] / turnout.rms_norm_silu(x, eps=1e-12)[0]
     tensor([1., 1.])
     """
-    dim = dim % x.dim() if -x.dim() <= dim < x.dim() else dim
-    weight, bias = (
-        tensor if tensor is None or tensor.dim() == 1 else tensor.reshape(-1) for tensor in (weight, bias)
-    )
+    try:
+        dim = dim % x.dim() if -x.dim() <= dim < x.dim() else dim
+        weight, bias = (
+            tensor if tensor is None or tensor.dim() == 1 else tensor.reshape(-1) for tensor in (weight, bias)
+        )
+    except UNCLEAR as failure:
+        raise_clearer("rms_norm_silu", rms_norm_silu, locals().items(), failure)
+        raise
     if out is None:
         return RMS_NORM_SILU(x, weight, bias, eps, dim, style, silu)
     RMS_NORM_SILU_INTO(x, weight, bias, out, eps, dim, style, silu)

@@ -15,9 +15,12 @@ from turnout.ops.convolution.gradients import convolution_backward
 from turnout.ops.convolution.layout import FIRST, LAST, dense_strides, in_format, plain_format
 from turnout.ops.convolution.problem import Conv2d, spread, torch_settings
 from turnout.routing.device import Device
+from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.op import Op
 from turnout.routing.public import public
 from turnout.routing.route import Work
+
+LARGEST = 2**20  # scale: no picture has more pixels in a row
 
 
 class UpsampleConv2d(NamedTuple):
@@ -146,8 +149,12 @@ def upsample_conv2d(
     tensor([[[[ 4.,  8., 10.,  8.],
               [ 4.,  8., 10.,  8.]]]])
     """
-    if not isinstance(scale, int) or scale < 1:
-        raise ValueError(f"scale {scale!r}, it must be a whole number of at least 1")
-    if input.dim() == 3:
-        return UPSAMPLE_CONV2D(input.unsqueeze(0), weight, bias, scale, spread(padding, 2)).squeeze(0)
-    return UPSAMPLE_CONV2D(input, weight, bias, scale, spread(padding, 2))
+    if not isinstance(scale, int) or not 1 <= scale <= LARGEST:
+        raise ValueError(f"scale {scale!r}, it must be a whole number from 1 to {LARGEST}")
+    try:
+        paddings, image = spread(padding, 2), input if input.dim() != 3 else input.unsqueeze(0)
+    except UNCLEAR as failure:
+        raise_clearer("upsample_conv2d", upsample_conv2d, locals().items(), failure)
+        raise
+    y = UPSAMPLE_CONV2D(image, weight, bias, scale, paddings)
+    return y if image is input else y.squeeze(0)

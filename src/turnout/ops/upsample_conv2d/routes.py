@@ -50,7 +50,7 @@ def refuses_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
 
 def refuses_even_phases(problem: UpsampleConv2d, device: Device) -> Iterator[str]:
     yield from refuses_phases(problem, device)
-    if problem.invalid() is not None:
+    if problem.invalid() is not None or problem.scale > MOST:
         return
     at_once = problem.small.weight[1] * prod(axis.length for axis in axes_of(problem))
     if prod(problem.small.weight[2:]) == 1:
