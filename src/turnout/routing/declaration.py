@@ -14,11 +14,11 @@ import math
 import operator
 import re
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
-from types import NoneType, UnionType
+from types import FunctionType, NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import torch
@@ -55,7 +55,7 @@ def checked_route(op: Op, route: Route) -> Route:
         raise ValueError(f"{label}: its name needs to be a text without spaces, commas and equal signs")
     if route.name in op.routes or route.name == REFERENCE:
         raise ValueError(f"op {op.name} has a route {route.name!r} already")
-    _check_function(op, route, label)
+    names = _check_function(op, route, label)
     for field in ("refuses", "cost", "configs"):
         _check_takes(f"{label}: {field}", getattr(route, field), "problem", "device")
     if not isinstance(route.grain, tuple) or not hasattr(route.grain, "along"):
@@ -80,14 +80,16 @@ def checked_route(op: Op, route: Route) -> Route:
         route,
         refuses=checked_guard(label, route.refuses),
         cost=checked_cost(label, route.cost),
-        configs=checked_configs(label, route.run, route.configs),
+        configs=checked_configs(label, names, route.configs),
         kernels=tuple(route.kernels),
         in_place=tuple(route.in_place),
     )
 
 
-def _check_function(op: Op, route: Route, label: str) -> None:
-    """Raise unless the route's function takes the reference's arguments, and configuration by keyword."""
+def _check_function(op: Op, route: Route, label: str) -> list[str]:
+    """The names of a route's configuration. Raises TypeError unless its function takes the reference's
+    arguments, and configuration by keyword.
+    """
     parameters = list(signature_of(label, route.run).parameters.values())
     wanted = list(op.signature.parameters)
     if [p.name for p in parameters[: len(wanted)]] != wanted or any(
@@ -99,6 +101,7 @@ def _check_function(op: Op, route: Route, label: str) -> None:
         raise TypeError(
             f"{label}: configuration ({', '.join(map(str, extra))}) must be keyword-only with defaults"
         )
+    return [p.name for p in extra]
 
 
 def _check_names(label: str, names: Any) -> None:
@@ -136,6 +139,9 @@ def _defined_in(module: str) -> frozenset[str] | None:
 
 def _check_takes(label: str, function: Any, *names: str) -> None:
     """Raise TypeError unless a function may be called with as many arguments by position."""
+    code = getattr(function, "__code__", None)
+    if type(function) is FunctionType and code.co_argcount == len(names) and not code.co_kwonlyargcount:
+        return  # most are so, and asking for a signature takes 20 us
     try:
         signature_of(label, function).bind(*names)
     except TypeError as mistake:
@@ -166,19 +172,21 @@ def _shown(function: Callable[..., Any]) -> str:
 
 def checked_guard(route: str, refuses: Callable[..., Any]) -> Callable[..., Iterator[str]]:
     """A guard whose answer is checked: an iterable of reasons in words, none of them empty."""
-    whose = f"the guard of {route} ({place(refuses)})"
+
+    def whose() -> str:
+        return f"the guard of {route} ({place(refuses)})"
 
     @functools.wraps(refuses)
     def reasons(problem: Any, device: Any) -> Iterator[str]:
         with_whose = functools.partial(_raised_by, whose)
         answer = with_whose(refuses, problem, device)
         if isinstance(answer, str) or not isinstance(answer, Iterable):
-            raise TypeError(f"{whose} returned {answer!r}, it needs to yield reasons")
+            raise TypeError(f"{whose()} returned {answer!r}, it needs to yield reasons")
         remaining = iter(answer)
         while (reason := with_whose(next, remaining, _END)) is not _END:
             if not isinstance(reason, str) or not reason:
                 needed = "a reason is a text: '<fact>, this route needs <limit>'"
-                raise TypeError(f"{whose} yielded {reason!r}, {needed}")
+                raise TypeError(f"{whose()} yielded {reason!r}, {needed}")
             yield reason
 
     return reasons
@@ -186,54 +194,56 @@ def checked_guard(route: str, refuses: Callable[..., Any]) -> Callable[..., Iter
 
 def checked_cost(whose: str, cost: Callable[..., Any]) -> Callable[..., float | None]:
     """A cost whose answer is checked: seconds, finite and not negative, or None."""
-    whose = f"the cost of {whose} ({place(cost)})"
+
+    def whose_cost() -> str:
+        return f"the cost of {whose} ({place(cost)})"
 
     @functools.wraps(cost)
     def seconds(problem: Any, device: Any) -> float | None:
-        answer = _raised_by(whose, cost, problem, device)
+        answer = _raised_by(whose_cost, cost, problem, device)
         if answer is None:
             return None
         if isinstance(answer, Real) and 0 <= float(answer) < math.inf:
             return float(answer)
         needed = "it needs to be a number of seconds from 0 up, or None where you cannot say"
-        raise ValueError(f"{whose} is {answer!r} for {problem}, {needed}")
+        raise ValueError(f"{whose_cost()} is {answer!r} for {problem}, {needed}")
 
     return seconds
 
 
-def _raised_by(whose: str, function: Callable[..., Any], *args: Any) -> Any:
+def _raised_by(whose: Callable[[], str], function: Callable[..., Any], *args: Any) -> Any:
     """Call a function; what it raises says whose it is (in Python 3.11)."""
     try:
         return function(*args)
     except Exception as failure:
-        getattr(failure, "add_note", str)(f"raised by {whose}")
+        getattr(failure, "add_note", str)(f"raised by {whose()}")
         raise
 
 
 def checked_configs(
-    route: str, run: Callable[..., Any], configs: Callable[..., Any]
+    route: str, names: Collection[str], configs: Callable[..., Any]
 ) -> Callable[..., Sequence[dict[str, Any]]]:
-    """A route's `configs` whose answer is checked: configurations with names that its function takes."""
-    names = {p.name for p in inspect.signature(run).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    """A route's `configs` whose answer is checked: configurations of the names that its function takes."""
 
-    whose = f"configs of {route} ({place(configs)})"
+    def whose() -> str:
+        return f"configs of {route} ({place(configs)})"
 
     @functools.wraps(configs)
     def offered(problem: Any, device: Any) -> Sequence[dict[str, Any]]:
         answer = _raised_by(whose, configs, problem, device)
         if isinstance(answer, (str, Mapping)) or not isinstance(answer, Iterable):
-            raise TypeError(f"{whose} returned {answer!r}, it needs to return a list of dicts")
+            raise TypeError(f"{whose()} returned {answer!r}, it needs to return a list of dicts")
         listed = tuple(answer)
         if not listed:
             needed = "it needs one at least: a guard refuses what no configuration fits"
-            raise TypeError(f"{whose} returned nothing, {needed}")
+            raise TypeError(f"{whose()} returned nothing, {needed}")
         for config in listed:
-            if not isinstance(config, dict) or not config.keys() <= names:
+            if not isinstance(config, dict) or not config.keys() <= set(names):
                 takes = f"the route's function takes {', '.join(sorted(names)) or 'no configuration'}"
-                raise TypeError(f"{whose} returned {config!r}, it needs dicts of names and values: {takes}")
+                raise TypeError(f"{whose()} returned {config!r}, it needs dicts of names and values: {takes}")
             if not all(isinstance(value, _VALUES) for value in config.values()):
                 needed = "values need to be numbers, texts, True or False"
-                raise TypeError(f"{whose} returned {config!r}, {needed}")
+                raise TypeError(f"{whose()} returned {config!r}, {needed}")
         return listed
 
     return offered
@@ -287,16 +297,27 @@ def check_op(op: Op, taken: Iterable[str]) -> None:
 
 def _check_return(op: Op, shown: str) -> None:
     """Raise unless the reference returns a tensor, several in a tuple, or nothing where it writes."""
-    hint = typing.get_type_hints(op.reference).get("return", inspect.Signature.empty)
+    hint = _hints(op.reference).get("return", inspect.Signature.empty)
     if not (hint is Tensor or returns_several(op.reference) or (hint is NoneType and op.mutates)):
         raise TypeError(
             f"{shown}; its return annotation needs to be Tensor, or tuple[Tensor, Tensor] and so on"
         )
 
 
+@functools.cache
+def _hints(reference: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a reference's arguments and of what it returns."""
+    try:
+        return typing.get_type_hints(reference)
+    except NameError as mistake:
+        raise TypeError(
+            f"the reference {place(reference)}: {mistake}; its annotations need to be names of its module"
+        ) from mistake
+
+
 def returns_several(reference: Callable[..., Any]) -> bool:
     """Whether a reference returns a tuple of tensors."""
-    hint = typing.get_type_hints(reference).get("return")
+    hint = _hints(reference).get("return")
     return get_origin(hint) is tuple and set(get_args(hint)) == {Tensor}
 
 
@@ -366,13 +387,8 @@ def arguments_of(reference: Callable[..., Any]) -> dict[str, Argument]:
     >>> arguments_of(pad)["mode"], arguments_of(pad)["more"].kind
     (Argument(kind='value', optional=True), None)
     """
-    try:
-        hints = typing.get_type_hints(reference)
-    except NameError as mistake:
-        raise TypeError(
-            f"the reference {place(reference)}: {mistake}; its annotations need to be names of its module"
-        ) from mistake
-    return {name: _argument(hints.get(name)) for name in inspect.signature(reference).parameters}
+    names = list(inspect.signature(reference).parameters)
+    return {name: _argument(_hints(reference).get(name)) for name in names}
 
 
 def _argument(hint: Any) -> Argument:
