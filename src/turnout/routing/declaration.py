@@ -139,9 +139,10 @@ def _defined_in(module: str) -> frozenset[str] | None:
 
 def _check_takes(label: str, function: Any, *names: str) -> None:
     """Raise TypeError unless a function may be called with as many arguments by position."""
-    code = getattr(function, "__code__", None)
-    if type(function) is FunctionType and code.co_argcount == len(names) and not code.co_kwonlyargcount:
-        return  # most are so, and asking for a signature takes 20 us
+    if type(function) is FunctionType:
+        code = function.__code__
+        if code.co_argcount == len(names) and not code.co_kwonlyargcount:
+            return  # most are so, and asking for a signature takes 20 us
     try:
         signature_of(label, function).bind(*names)
     except TypeError as mistake:
