@@ -47,8 +47,8 @@ thread.join()
 
 LOCKS = {
     "dispatch caches": (
-        "from turnout.routing.op import _cache_lock",
-        "_cache_lock",
+        "from turnout.routing.dispatch_cache import _lock",
+        "_lock",
         "lambda: turnout.dot(torch.ones(77), torch.ones(77))",
     ),
     "settings": (

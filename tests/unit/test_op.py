@@ -176,7 +176,7 @@ def test_invalid_arguments_raise_the_error_of_torch(call, args):
 
 
 def test_nothing_is_kept_forever(monkeypatch):
-    monkeypatch.setattr("turnout.routing.op._MOST_CACHED", 16)
+    monkeypatch.setattr("turnout.routing.dispatch_cache.MOST_CALLS", 16)
     for n in range(64):
         turnout.dot(torch.ones(n), torch.ones(n))
     assert len(DOT.dispatch_cache) <= 16

@@ -18,7 +18,7 @@ from turnout.launch.descriptors import described, encode, pattern
 from turnout.launch.recording import recorded
 from turnout.ops.convolution.gpu import launching
 from turnout.ops.convolution.layout import LAST
-from turnout.routing import op as router
+from turnout.routing import dispatch_cache
 from turnout.routing.op import OPS, forget_choices
 from turnout.routing.prepared import Prepared, kept, worked_out_once
 
@@ -270,7 +270,7 @@ def prepared_objects():
 def test_prepared_calls_go_with_the_dispatch_cache(monkeypatch, launches):
     """They are as many as its entries, and none is left when it is cleared."""
     forget_choices()
-    monkeypatch.setattr(router, "_MOST_CACHED", 16)
+    monkeypatch.setattr(dispatch_cache, "MOST_CALLS", 16)
     before = len(prepared_objects())
     with torch.no_grad(), turnout.pin(dot="two-stage"):
         for n in range(1, 300):

@@ -22,8 +22,9 @@ from turnout.routing import versions
 from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
+from turnout.routing.dispatch_cache import forget_choices
 from turnout.routing.fallback import blocked
-from turnout.routing.op import OPS, Op, TurnoutWarning, forget_choices, watched, without_autocast
+from turnout.routing.op import OPS, Op, TurnoutWarning, watched, without_autocast
 from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.route import Config, Route
 from turnout.routing.row import Row

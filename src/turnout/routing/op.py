@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import importlib
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from turnout.routing import failures, mutation, settings
+from turnout.routing import dispatch_cache, failures, mutation, settings
 from turnout.routing.case import Case, Cases
 from turnout.routing.choose import REFERENCE, Refused, Verdict, choose, plain_problem
 from turnout.routing.declaration import (
@@ -25,6 +24,7 @@ from turnout.routing.declaration import (
     signature_of,
 )
 from turnout.routing.device import Device, assumed, is_planning
+from turnout.routing.dispatch_cache import forget_choices, new_dispatch_cache
 from turnout.routing.entry import entry_point
 from turnout.routing.fallback import (
     AUTOCAST_ON,
@@ -34,7 +34,6 @@ from turnout.routing.fallback import (
     blocked,
     tracing_state,
 )
-from turnout.routing.forks import lock_across_forks
 from turnout.routing.mistakes import UNCLEAR, raise_clearer
 from turnout.routing.outputs import views_unrecorded
 from turnout.routing.prepared import Prepare
@@ -58,12 +57,6 @@ Watch = Callable[["Op", tuple], "contextlib.AbstractContextManager[Any] | None"]
 
 OPS: dict[str, Op] = {}
 _watchers: list[Watch] = []
-
-_MOST_CACHED = 4096  # calls, of all ops together
-# (a dispatch cache, a key in it), the oldest first.
-_cached: collections.deque[tuple[dict, tuple]] = collections.deque()
-_cache_lock = lock_across_forks()  # held to add to dispatch caches and to clear them, not to look up
-_clearings = 0  # how often they were cleared; a choice made before a clearing is not added after it
 
 # What going through an op with a registered backward costs a call, in seconds: a route must win by that much
 # when gradients are wanted.
@@ -135,7 +128,7 @@ class Op:
         self.plain = self._without_autocast if autocast == "ignore" and builtin is None else reference
         self.routes: dict[str, Route] = {}
         self.failed = failures.FailedRoutes()
-        self.dispatch_cache: dict[tuple, Callable[..., Any]] = {}
+        self.dispatch_cache = new_dispatch_cache()
         self.opaque, self.when_compiled = register(self)
         self.call = entry_point(self)
         OPS[name], settings.ROUTES[name] = self, self.routes
@@ -251,11 +244,12 @@ class Op:
         now = settings.entered.get()
         if isinstance(now, settings.Asking):
             raise settings.Asked(self, args)
+        chosen_at = dispatch_cache.clearings()
         if isinstance(now, settings.Split):
             run = now.plan(self, args)
             if cache_key is None or is_planning():
                 return run(*args)
-            return self._cache(cache_key, run, _clearings)(*args)
+            return dispatch_cache.add(self.dispatch_cache, cache_key, run, chosen_at)(*args)
         if cache_key is None or tracing_state() is not None:
             return self.plain(*args)
         if not _has_routes(next(x.device for x in args if isinstance(x, Tensor))):
@@ -263,25 +257,10 @@ class Op:
             return self._reference_run(args)(*args)
         if blocked(args, False) is not None:
             return self._left_to_torch(*args)  # nor is this: a plain call has the same key
-        clearings = _clearings
         run = self._chosen(args)
-        return run(*args) if is_planning() else self._cache(cache_key, run, clearings)(*args)
-
-    def _cache(self, cache_key: tuple, run: Callable[..., Any], clearings: int) -> Callable[..., Any]:
-        """Cache the function that runs calls with this key, and return it.
-
-        Nothing is cached if the caches were cleared since there were `clearings` of them. Where another
-        thread has cached a function for this key, that one is kept and returned.
-        """
-        with _cache_lock:
-            if clearings == _clearings:
-                ours, run = run, self.dispatch_cache.setdefault(cache_key, run)
-                if run is ours:
-                    _cached.append((self.dispatch_cache, cache_key))
-            while len(_cached) > _MOST_CACHED:
-                cache, oldest = _cached.popleft()
-                cache.pop(oldest, None)
-        return run
+        if is_planning():
+            return run(*args)
+        return dispatch_cache.add(self.dispatch_cache, cache_key, run, chosen_at)(*args)
 
     def _chosen(self, args: tuple) -> Callable[..., Any]:
         if self.autocast == "cast" and autocasting():
@@ -552,16 +531,6 @@ def _around_every_call(watch: Watch) -> Iterator[None]:
     finally:
         for op, call in before.items():
             op.call = call
-
-
-def forget_choices() -> None:
-    """Drop all cached choices, with everything prepared for them: a table changed, or a route failed."""
-    global _clearings
-    with _cache_lock:
-        _clearings += 1
-        _cached.clear()
-        for op in OPS.values():
-            op.dispatch_cache.clear()
 
 
 def _has_routes(device: torch.device) -> bool:
