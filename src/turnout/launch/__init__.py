@@ -9,6 +9,7 @@ with.
 
 from turnout.launch.launcher import Launch, launch, start
 from turnout.launch.plans import LaunchPlan, Workspace, prepare_from_plan, run_plan, runs_plan
+from turnout.launch.specialization import unspecialized
 
 __all__ = [
     "Launch",
@@ -19,4 +20,5 @@ __all__ = [
     "run_plan",
     "runs_plan",
     "start",
+    "unspecialized",
 ]

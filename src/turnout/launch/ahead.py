@@ -21,6 +21,7 @@ from turnout.launch.crosscompile import compiling_for
 from turnout.launch.descriptors import described, pattern
 from turnout.launch.launcher import compile_options, watching
 from turnout.launch.recording import Launch
+from turnout.launch.specialization import names_of, unspecialized
 from turnout.routing.device import Device
 
 
@@ -41,9 +42,11 @@ class Address(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """A launch as another process is told of it. kernel: "package.module:function"."""
+    """A launch as another process is told of it. kernel: "package.module:function". unspecialized: see
+    `launch.specialization`."""
 
     kernel: str
+    unspecialized: tuple[str, ...]
     operands: tuple[Address | Block | None, ...]
     numbers: tuple
     constants: tuple[tuple[str, Any], ...]
@@ -66,6 +69,7 @@ def _spec(launch: Launch) -> Spec:
     function = launch.kernel.fn
     return Spec(
         f"{function.__module__}:{function.__qualname__}",
+        names_of(launch.kernel),
         tuple(map(_operand, launch.tensors)),
         tuple(launch.numbers),
         tuple(launch.constants.items()),
@@ -85,7 +89,7 @@ def _operand(x: Any) -> Address | Block | None:
 def launch_of(spec: Spec) -> Launch:
     """A launch with the compiled code of this spec, on tensors that are nowhere."""
     module, _, name = spec.kernel.partition(":")
-    kernel = getattr(importlib.import_module(module), name)
+    kernel = unspecialized(getattr(importlib.import_module(module), name), *spec.unspecialized)
     tensors = tuple(map(_stand_in, spec.operands))
     return Launch(kernel, 1, tensors, spec.numbers, dict(spec.constants), spec.warps, dict(spec.options))
 

@@ -53,6 +53,17 @@ def in_format_of(y: Tensor, x: Tensor) -> Tensor:
     return y.new_empty_strided(fresh.shape, fresh.stride()).copy_(y)  # of y's kind: vmap may batch y alone
 
 
+def batch_steps(x: Tensor) -> tuple[int, ...]:
+    """The strides of a tensor `[N, ...]`, with 0 for the first where N is 1.
+
+    Nobody takes that step. Of a large picture it would need 64 bits, and kernels would be compiled for those.
+
+    >>> batch_steps(torch.empty(1, 3, 4)), batch_steps(torch.empty(2, 3, 4))
+    ((0, 4, 1), (12, 4, 1))
+    """
+    return (0, *x.stride()[1:]) if x.shape[0] == 1 else x.stride()
+
+
 def side_by_side(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
     """Weights as kernels read them, without gaps."""
     return tuple([None if t is None else t.contiguous() for t in weights])

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from turnout.launch import Launch, LaunchPlan, Workspace, runs_plan
+from turnout.launch import Launch, LaunchPlan, Workspace, runs_plan, unspecialized
 from turnout.launch import descriptors as tma
 from turnout.ops.attention import heads_inside, strides_like_queries
 from turnout.ops.integers import ceil_div, power_of_two
+from turnout.ops.layouts import batch_steps
 from turnout.routing.device import is_planning
 
 LOG2E = math.log2(math.e)
@@ -58,11 +59,11 @@ def plan_flash(
         dim,
         dim_v,
         scale * LOG2E,
-        *q.stride(),
-        *k.stride(),
-        *v.stride(),
-        *out.stride()[:3],
-        *((0, 0) if mask is None else mask.stride()),
+        *batch_steps(q),
+        *batch_steps(k),
+        *batch_steps(v),
+        *batch_steps(out)[:3],
+        *((0, 0) if mask is None else batch_steps(mask)),
     )
     constants = {
         "BM": rows,
@@ -76,8 +77,9 @@ def plan_flash(
     }
     programs = batch * heads * ceil_div(length, rows)
     tensors = (q, k, v, lengths, mask, sums, out)
+    kernel = unspecialized(flash_kernel, "rows", "keys")
     return LaunchPlan(
-        (Launch(flash_kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out
+        (Launch(kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out
     )
 
 
@@ -148,7 +150,7 @@ def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ]
     tensors = (*descriptors[:3], None if rest == HALF else descriptors[3], into, maxima, sums)
     blocks = ceil_div(ceil_div(keys, KEYS), splits)
-    strides = out.stride()[:3] if splits == 1 else into.stride()[:3]
+    strides = batch_steps(out if splits == 1 else into)[:3]
     numbers = (heads, heads // k.shape[1], rows, keys, dim, blocks, scale * LOG2E, *strides)
     constants = {
         "BM": QUERIES,
@@ -162,9 +164,9 @@ def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
         "CAUSAL": causal,
         "SPLITS": splits,
     }
-    launch = Launch(
-        wide_kernel, batch * heads * ceil_div(rows, QUERIES) * splits, tensors, numbers, constants, WARPS
-    )
+    programs = batch * heads * ceil_div(rows, QUERIES) * splits
+    kernel = unspecialized(wide_kernel, "rows", "keys", "blocks_each")
+    launch = Launch(kernel, programs, tensors, numbers, constants, WARPS)
     if maxima is None or sums is None:
         return LaunchPlan((launch,), out)
     return LaunchPlan((launch, combine_launch(into, maxima, sums, out)), out, workspaces)
@@ -177,8 +179,8 @@ def combine_launch(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> 
     from turnout.ops.attention.kernels import combine_kernel
 
     (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
-    numbers = (batch * heads * rows, rows, heads, dim, *out.stride()[:3])
+    numbers = (batch * heads * rows, rows, heads, dim, *batch_steps(out)[:3])
     constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
-    return Launch(
-        combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, 4
-    )
+    kernel = unspecialized(combine_kernel, "total_rows", "rows")
+    tensors = (parts, maxima, sums, out)
+    return Launch(kernel, ceil_div(batch * heads * rows, 4), tensors, numbers, constants, 4)

@@ -12,19 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from turnout.launch import Launch, LaunchPlan, Workspace
+from turnout.launch import Launch, LaunchPlan, Workspace, unspecialized
 from turnout.ops.group_norm_silu import MOST_AXES, axes, positions
 from turnout.ops.group_norm_silu.spatial import repeats
 from turnout.ops.integers import ceil_div, power_of_two
-from turnout.ops.layouts import misaligned, side_by_side, widest_vector
+from turnout.ops.layouts import batch_steps, misaligned, side_by_side, widest_vector
 from turnout.routing.device import Device
 from turnout.routing.prepared import worked_out_once
 
 MOMENTS = 3  # numbers that a part leaves for each group
+# Numbers that differ from picture to picture and only bound loops and masks: see NOTES.md.
+SUMMED = ("P", "parts")
 
 
 class Norm(NamedTuple):
-    """All that a plan follows from besides its tile: sizes and strides `[B, C, ...]`, and the device."""
+    """All that a plan follows from besides its tile: sizes and strides `[B, C, ...]`, and the device. The
+    stride of a single picture is 0."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -78,6 +81,15 @@ def parts_of(work: int, programs: int) -> int:
     return 1 << (max(1, min(work, programs)).bit_length() - 1)
 
 
+def most_parts(programs: int) -> int:
+    """The parts of one picture that is large enough, of which `parts_of` makes no more.
+
+    The second kernel is compiled for so many, and leaves out those that a batch or a small picture has not: so
+    it is the same for any batch, and no program reads more moments than one of a single picture does.
+    """
+    return parts_of(programs, programs)
+
+
 def block_of(channels: int, groups: int, columns: int) -> tuple[int, int, int]:
     """Groups of one program that has about so many columns, columns of one group (a power of two), and how
     many such blocks there are.
@@ -105,16 +117,16 @@ def rows_plan(norm: Norm, tile: RowTile) -> Plan:
     return Plan(
         batch * parts * MOMENTS * groups,
         (
-            row_moments,
+            unspecialized(row_moments, *SUMMED),
             batch * parts * blocks,
             (all_positions.size, groups, parts, blocks, *far[:2]),
             constants,
         ),
         (
-            row_apply,
+            unspecialized(row_apply, *SUMMED, "programs"),
             batch * programs * blocks,
             (all_positions.size, groups, parts, blocks, programs, *far),
-            {**constants, "PARTS": parts},
+            {**constants, "PARTS": most_parts(norm.units * tile.waves // blocks)},
         ),
     )
 
@@ -141,16 +153,16 @@ def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     return Plan(
         batch * groups * parts * MOMENTS,
         (
-            plane_moments,
+            unspecialized(plane_moments, *SUMMED),
             batch * groups * parts,
             (all_positions.size, groups, each, parts, *far[:2]),
             constants,
         ),
         (
-            plane_apply,
+            unspecialized(plane_apply, *SUMMED),
             programs,
             (all_positions.size, width, groups, each, parts, *far),
-            {**constants, "PARTS": parts, "STAT_TILE": span},
+            {**constants, "PARTS": most_parts(norm.units * tile.waves // groups), "STAT_TILE": span},
         ),
     )
 
@@ -213,7 +225,7 @@ def gapped_plan(norm: Norm, tile: RowTile, padding: tuple[int, ...] = (), mode: 
     first_programs, first_numbers = batch * parts * blocks, (size, groups, parts, blocks, strides[0])
     one = positions(shape, strides, strides)
     if one is not None:
-        moments = (row_moments, first_programs, (*first_numbers, one.x_step), constants)
+        moments = (unspecialized(row_moments, *SUMMED), first_programs, (*first_numbers, one.x_step), constants)
     else:
         numbers = (*first_numbers, *own_steps, *walk_of([axis.size for axis in own]))
         moments = (kernels.gapped_moments, first_programs, numbers, constants)
@@ -222,7 +234,7 @@ def gapped_plan(norm: Norm, tile: RowTile, padding: tuple[int, ...] = (), mode: 
     x_sizes, befores = tuple([axis.x_size for axis in walk]), tuple([axis.before for axis in walk])
     numbers = (size, walked, groups, parts, blocks, programs, *far, *walk_of(sizes), *x_sizes, *befores)
     flags = {
-        "PARTS": parts,
+        "PARTS": most_parts(units * tile.waves // blocks),
         "X_ROWS": not padded and is_one_walk(x_steps, sizes),
         "Y_ROWS": is_one_walk(out_steps, sizes),
         "PAD": getattr(kernels, mode.upper()).value if padded else kernels.NOTHING.value,
@@ -248,6 +260,7 @@ def spatial_plan(norm: Norm, modulation: Modulation, tile: RowTile) -> Plan:
     # Moments are taken of x alone: four tiles of it at a time.
     partial, moments, _ = gapped_plan(norm, tile._replace(unroll=max(4, tile.unroll)))
     size, _, parts, blocks, *_ = moments[2]
+    most = most_parts(norm.units * tile.waves // blocks)
     shape, first_apart = norm.shape, modulation.first_apart
     programs = min(
         ceil_div(size, tile.rows * tile.unroll), max(1, norm.units * tile.walks // (shape[0] * blocks))
@@ -261,7 +274,7 @@ def spatial_plan(norm: Norm, modulation: Modulation, tile: RowTile) -> Plan:
     vector = widest_vector(norm.itemsize, norm.off, moments[3]["V"], *steps)
     walk = walk_of((shape[2], *[1] * ones, *shape[3:]))
     numbers = (size, norm.groups, parts, blocks, programs, *steps, *walk, int(first_apart), *divisors)
-    constants = {**moments[3], "U": tile.unroll, "V": vector, "PARTS": parts}
+    constants = {**moments[3], "U": tile.unroll, "V": vector, "PARTS": most}
     return Plan(partial, moments, (spatial_apply, shape[0] * programs * blocks, numbers, constants))
 
 
@@ -269,7 +282,7 @@ def norm_of(x: Tensor, groups: int, out: Tensor, *modulation: Tensor) -> Norm:
     """What a plan follows from, for these tensors."""
     itemsize = max(x.element_size(), *(t.element_size() for t in modulation), 0)
     off, units = misaligned(x, out, *modulation), Device.of(x.device).units
-    return Norm(x.shape, x.stride(), out.stride(), groups, itemsize, off, units)
+    return Norm(x.shape, batch_steps(x), batch_steps(out), groups, itemsize, off, units)
 
 
 def two_launches(

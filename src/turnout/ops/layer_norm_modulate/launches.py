@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from turnout.launch import Launch, LaunchPlan
+from turnout.launch import Launch, LaunchPlan, unspecialized
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import VECTOR_BYTES, misaligned, side_by_side, widest_vector
 from turnout.routing.prepared import worked_out_once
@@ -45,7 +45,7 @@ def plan(
 ) -> Plan:
     """Of x, residual, gate, scale and shift. `tokens` tokens are one program's, in tiles of `channels`
     channels; `widest` are the bytes of the widest modulation."""
-    from turnout.ops.layer_norm_modulate.kernels import layer_norm_modulate as kernel
+    from turnout.ops.layer_norm_modulate.kernels import layer_norm_modulate
 
     assert shapes[0] is not None
     batch, length, size = shapes[0]
@@ -65,6 +65,7 @@ def plan(
         "N": ceil_div(size, channels),
         "TOKENS": by_token,
     }
+    kernel = unspecialized(layer_norm_modulate, "S")
     return Plan(kernel, batch * ceil_div(length, tokens), (length, *numbers), constants)
 
 

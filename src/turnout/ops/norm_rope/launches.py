@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from turnout.launch import Launch, LaunchPlan
+from turnout.launch import Launch, LaunchPlan, unspecialized
 from turnout.ops.integers import ceil_div, power_of_two
-from turnout.ops.layouts import misaligned, side_by_side, widest_vector
+from turnout.ops.layouts import batch_steps, misaligned, side_by_side, widest_vector
 from turnout.ops.norm_rope.checks import Call, table_kind
 from turnout.routing.prepared import worked_out_once
 
@@ -69,7 +69,7 @@ def plan(
     """`tokens` tokens and `chunks` times `heads` heads are one program's; next come other heads, or with
     `by_head` other tokens.
     """
-    from turnout.ops.norm_rope.kernels import norm_rope as kernel
+    from turnout.ops.norm_rope.kernels import norm_rope
 
     q, q2, k, _ = shapes
     assert q is not None
@@ -111,6 +111,7 @@ def plan(
     groups = ceil_div(q_heads, heads * chunks) + ceil_div(k_heads, heads * chunks)
     tiles = ceil_div(length, tokens) + ceil_div(length2, tokens)
     numbers = (length, length2, q_heads, k_heads, *far, *table, *q_steps, *k_steps)
+    kernel = unspecialized(norm_rope, "S", "S2")
     return Plan(kernel, groups * tiles * batch, q_out, k_out, numbers, constants)
 
 
@@ -121,7 +122,7 @@ def planned(call: Call, *, tokens: int, heads: int, chunks: int, warps: int, by_
         cos = torch.view_as_real(cos).flatten(-2)
     kernel, programs, q_shape, k_shape, numbers, constants = plan(
         tuple([None if x is None else x.shape for x in streams]),
-        tuple([None if x is None else x.stride() for x in streams]),
+        tuple([None if x is None else batch_steps(x) for x in streams]),
         () if cos is None else cos.shape,
         () if cos is None else cos.stride(),
         kind,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from turnout.launch import Launch
+from turnout.launch import Launch, unspecialized
 from turnout.ops.integers import ceil_div
 from turnout.ops.layouts import misaligned, side_by_side, widest_vector
 from turnout.ops.rms_norm_silu import Positions
@@ -64,7 +64,7 @@ class PlaneTile(NamedTuple):
 
 @worked_out_once
 def rows_plan(norm: Norm, tile: RowTile) -> Plan:
-    from turnout.ops.rms_norm_silu.kernels import rows as kernel
+    from turnout.ops.rms_norm_silu.kernels import rows
 
     size, positions = norm.shape[norm.dim], norm.positions
     count = functools.reduce(int.__mul__, positions.sizes)
@@ -77,12 +77,13 @@ def rows_plan(norm: Norm, tile: RowTile) -> Plan:
         "N": ceil_div(size, tile.channels),
         "FLAT": len(positions.sizes) == 1,
     }
+    kernel = unspecialized(rows, "M", "n1", "n2")
     return Plan(kernel, ceil_div(count, tile.rows), numbers, constants)
 
 
 @worked_out_once
 def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
-    from turnout.ops.rms_norm_silu.kernels import planes as kernel
+    from turnout.ops.rms_norm_silu.kernels import planes
 
     size, positions = norm.shape[norm.dim], norm.positions
     sizes, x, out = fill(positions.sizes, 1), fill(positions.x, 0), fill(positions.out, 0)
@@ -91,6 +92,7 @@ def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     blocks = ceil_div(size, tile.channels)
     constants = {"V": vector, "BP": tile.positions, "BC": tile.channels, "N": blocks}
     programs = sizes[0] * sizes[1] * ceil_div(sizes[2], tile.positions)
+    kernel = unspecialized(planes, "n1", "n2")
     return Plan(kernel, programs, (size, *sizes[1:], *steps), constants)
 
 

@@ -147,7 +147,10 @@ def hopper_launch(plan: HopperPlan, operands: Operands) -> Launch:
 
 
 def hopper_configs(task: Task, device: Device) -> list[Config]:
-    return [tile._asdict() for tile in tiles.best(task, device.shared, device.units)]
+    """The usual tile of the layer, and those to try: the fastest by the bound, and others nearly as fast."""
+    usual = tiles.usual(task, device.shared, device.units)
+    tried = tiles.best(task, device.shared, device.units)
+    return [tile._asdict() for tile in dict.fromkeys((usual, *tried)) if tile is not None]
 
 
 PORTABLE = Portable(tiles.GemmTile, portable_launch)

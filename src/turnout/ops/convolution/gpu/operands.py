@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from turnout.ops.convolution.gpu.task import Triple
+from turnout.ops.layouts import batch_steps
 
 Layout = tuple[tuple[int, ...], ...]  # shape and strides of a tensor; empty if there is none
 
@@ -154,9 +155,11 @@ def kernel_numbers(operands: Operands, padding: Sequence[int]) -> KernelNumbers:
         out.shape[1],
         0 if cache is None else cache.shape[2],
         Extent(*padding),
-        Strides(*x.stride()),
+        Strides(*batch_steps(x)),
         WeightStrides(*weight.stride()),
-        Strides(0, 0, 0, 0, 0) if residual is None else Strides(*residual.stride()),
-        CacheStrides(0, 0, 0, 0) if cache is None else CacheStrides(cache.stride(0), *cache.stride()[2:]),
-        Strides(*out.stride()),
+        Strides(0, 0, 0, 0, 0) if residual is None else Strides(*batch_steps(residual)),
+        CacheStrides(0, 0, 0, 0)
+        if cache is None
+        else CacheStrides(batch_steps(cache)[0], *cache.stride()[2:]),
+        Strides(*batch_steps(out)),
     )

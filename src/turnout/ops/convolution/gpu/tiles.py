@@ -17,6 +17,11 @@ BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
 SMALL = (4, 8)  # rows and columns of a box that covers most images without sticking out much
+TIED = 1.02  # bounds that differ by less are the same: the bound itself is off by more
+# Rows and columns of a box, those first that most sizes share: 32 columns divide the sides of pictures, which
+# are multiples of 64 pixels or more, and seldom those of clips.
+OF_PICTURES = ((4, 32), (8, 16), (16, 8), (2, 64), (1, 128), (1, 64), SMALL)
+OF_CLIPS = ((8, 16), (4, 32), (16, 8), (2, 64), (1, 128), (1, 64), SMALL)
 
 
 class GemmTile(NamedTuple):
@@ -56,16 +61,26 @@ class Tile(NamedTuple):
         return PIXELS // (self.rows * self.columns)
 
     def cycles(self, task: Task, units: int) -> float:
-        """Estimate the cycles of one multiprocessor, at about 1.6 GHz on an H200.
-
-        Its tensor cores take half a cycle for a filter, 64 pixels and 32 bytes of channels. Its shared memory
-        feeds them 140 bytes a cycle: filters for every product, pixels too unless they are in registers. The
-        cache delivers a row of up to 128 bytes, a pixel or a filter, every 1.7 cycles. Fitted to twelve tiles
-        on an H200.
-        """
-        (_, channels, *kernel), (batch, count, *sizes) = task.weight, task.out
+        """Estimate the cycles of one multiprocessor, at about 1.6 GHz on an H200: all of its tiles, one after
+        the other."""
+        batch, count, *sizes = task.out
         s, u = (0, 1) if self.share == "depth" else (1, 0)
-        taps = kernel[s] if self.slots > 1 else 1
+        tiles = ceil_div(sizes[s], self.slots) * ceil_div(
+            ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns), self.boxes
+        )
+        rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
+        return rounds * self.tile_cycles(task)
+
+    def tile_cycles(self, task: Task) -> float:
+        """Estimate the cycles of one tile.
+
+        The tensor cores of a multiprocessor take half a cycle for a filter, 64 pixels and 32 bytes of
+        channels. Its shared memory feeds them 140 bytes a cycle: filters for every product, pixels too unless
+        they are in registers. The cache delivers a row of up to 128 bytes, a pixel or a filter, every 1.7
+        cycles. Fitted to twelve tiles on an H200.
+        """
+        _, channels, *kernel = task.weight
+        taps = kernel[0 if self.share == "depth" else 1] if self.slots > 1 else 1
         places, products, row = self.slots + taps - 1, self.slots * taps, self.channels * task.dtype.itemsize
         pieces = len(split(self.filters))
         pixels = places if self.from_registers else pieces * products
@@ -82,11 +97,25 @@ class Tile(NamedTuple):
             prod(kernel) // taps * ceil_div(channels, self.channels) * (1.0 if self.slots > 1 else task.seen)
         )
         ending = 500 + 2 * self.slots * PIXELS * self.filters * task.dtype.itemsize / 128
-        tiles = ceil_div(sizes[s], self.slots) * ceil_div(
-            ceil_div(sizes[u], self.rows) * ceil_div(sizes[2], self.columns), self.boxes
-        )
-        rounds = ceil_div(batch * tiles * ceil_div(count, self.filters), units)
-        return rounds * (groups * group + ending)
+        return groups * group + ending
+
+
+def usual(task: Task, shared: int, units: int) -> Tile | None:
+    """The tile for a call that was not measured: the first of those that are as fast as the best, by that
+    bound, in an order that does not depend on the size of the picture.
+
+    So other sizes take few other tiles, and compile few other kernels. One slot and boxes in one piece come
+    first, which were fastest in most of what was measured.
+    """
+    bounds = {tile: tile.cycles(task, units) for tile in candidates(task, shared)}
+    most = TIED * min(bounds.values(), default=0.0)
+
+    def order(tile: Tile) -> tuple:
+        boxes = OF_CLIPS if task.weight[2] > 1 and tile.slots == 1 else OF_PICTURES
+        pixels = PIXELS * tile.slots / ceil_div(task.weight[0], tile.filters)  # for all filters
+        return tile.boxes > 2, tile.slots, tile.tile_cycles(task) / pixels, boxes.index(tile[2:4])
+
+    return min((tile for tile, bound in bounds.items() if bound <= most), key=order, default=None)
 
 
 @functools.lru_cache(4096)
@@ -96,6 +125,25 @@ def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Til
     The others have another number of slots, or are one box. `shared` is the card's shared memory in bytes,
     `units` its number of multiprocessors, `within` the slowest bound to return, as a multiple of the best.
     """
+    fitting = candidates(task, shared)
+    selected = []
+    for slots in (1, 2, 4):
+        ranked = sorted(
+            (tile for tile in fitting if tile.slots == slots), key=lambda tile: tile.cycles(task, units)
+        )
+        selected += ranked[:1]
+        if selected and selected[-1].boxes > 1:
+            selected += [tile for tile in ranked if tile.boxes == 1][:1]
+    first, *others = sorted(selected, key=lambda tile: tile.cycles(task, units))
+    return (
+        first,
+        *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)),
+    )
+
+
+@functools.lru_cache(4096)
+def candidates(task: Task, shared: int) -> tuple[Tile, ...]:
+    """All tiles that fit."""
     axes = (("depth", task.weight[2], task.dilation[0]), ("height", task.weight[3], task.dilation[1]))
     shared_axes = [
         (share, taps)
@@ -104,24 +152,13 @@ def best(task: Task, shared: int, units: int, within: float = 1.15) -> tuple[Til
     ]
     # Narrower tiles fetch pixels more often than they have to.
     wide = [n for n in FILTERS if n >= min(task.weight[0], 96)]
-    selected = []
-    for slots in (1, 2, 4):
-        sharing = [("depth", 1)] if slots == 1 else shared_axes
-        fitting = [
-            t
-            for s, k in sharing
-            for n in wide
-            for c in (16, 32, 64)
-            for t in shaped(task, s, slots, k, c, n, shared)
-        ]
-        ranked = sorted(fitting, key=lambda tile: tile.cycles(task, units))
-        selected += ranked[:1]
-        if selected and selected[-1].boxes > 1:
-            selected += [tile for tile in ranked if tile.boxes == 1][:1]
-    first, *others = sorted(selected, key=lambda tile: tile.cycles(task, units))
-    return (
-        first,
-        *(tile for tile in others if tile.cycles(task, units) <= within * first.cycles(task, units)),
+    return tuple(
+        tile
+        for slots in (1, 2, 4)
+        for share, taps in ([("depth", 1)] if slots == 1 else shared_axes)
+        for filters in wide
+        for channels in (16, 32, 64)
+        for tile in shaped(task, share, slots, taps, channels, filters, shared)
     )
 
 
