@@ -207,7 +207,8 @@ def convolved(
         cache = cache[:, :, cache.shape[2] - cached :]
     out = empty_output(causal_shape(input.shape, weight.shape, stride, padding, dilation), input)
     operands = Operands(input, weight, bias, out, residual, cache if cached else None)
-    launch_into(lowering, operands, Geometry(stride, (before, *padding), dilation, pad_mode), config)
+    geometry = Geometry(stride, (before, *padding), dilation, pad_mode, streams=before > 0)
+    launch_into(lowering, operands, geometry, config)
     return output_in(out, known_format(input, weight))
 
 
@@ -234,7 +235,7 @@ def plan_causal(
         return None
     out = empty_output(causal_shape(input.shape, weight.shape, stride, padding, dilation), input)
     operands = Operands(input, weight, bias, out, residual, cache)
-    geometry = Geometry(stride, (before, *padding), dilation, pad_mode)
+    geometry = Geometry(stride, (before, *padding), dilation, pad_mode, streams=before > 0)
     launch = one_launch(lowering, operands, geometry, config)
     return None if launch is None else LaunchPlan((launch,), out)
 

@@ -68,6 +68,8 @@ def rows_plan(norm: Norm, tile: RowTile) -> Plan:
 
     size, positions = norm.shape[norm.dim], norm.positions
     count = functools.reduce(int.__mul__, positions.sizes)
+    if count == 1:  # nobody takes a step
+        positions = positions._replace(x=(0,), out=(0,))
     vector = widest_vector(norm.itemsize, norm.off, size, *positions.x, *positions.out)
     numbers = (count, size, *fill(positions.sizes, 1)[1:], *fill(positions.x, 0), *fill(positions.out, 0))
     constants = {

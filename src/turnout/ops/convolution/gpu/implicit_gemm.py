@@ -123,9 +123,11 @@ def hopper_plan(call: HopperCall, tile: tiles.Tile) -> HopperPlan:
         shape, steps = (filters, taps, channels), (taps * channels, channels, 1)
         return tma.pattern(shape, steps, dtype, (count, 1, tile.channels)) if count else None
 
+    # Without a cache nothing is read before the first frame but zeros, which any tensor has there.
+    cache = call.x if call.streams and not call.cache and tile.share == "depth" else call.cache
     patterns = (
         pixels(call.x, box, tile.channels),
-        pixels(call.cache, box, tile.channels),
+        pixels(cache, box, tile.channels),
         taps_of(wide),
         taps_of(narrow),
         pixels(call.out, part, wide),
@@ -140,7 +142,7 @@ def hopper_launch(plan: HopperPlan, operands: Operands) -> Launch:
     from turnout.ops.convolution.gpu.gluon_kernels import implicit_gemm as kernel
 
     x, weight, bias, out, residual, cache = operands
-    by_tma = (x, cache, weight, weight, out, out, residual, residual)
+    by_tma = (x, x if cache is None else cache, weight, weight, out, out, residual, residual)
     tensors = (*map(tma.described, by_tma, plan.patterns), bias)
     options = {"operands_are_kept": True}
     return Launch(kernel, plan.programs, tensors, plan.numbers, plan.constants, 4, options)

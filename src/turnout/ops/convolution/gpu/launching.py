@@ -165,6 +165,7 @@ def run(lowering: Lowering, operands: Operands, geometry: Geometry, tile: Any) -
         tuple(geometry.padding),
         tuple(geometry.dilation),
         geometry.pad_mode == "replicate",
+        geometry.streams,
         Device.of(operands.x.device),
     )
     start(lowering.launch(lowering.plan(call, tile), operands))
@@ -186,6 +187,7 @@ def direct_launch(lowering: Hopper, operands: Operands, geometry: Geometry, conf
         tuple(geometry.padding),
         tuple(geometry.dilation),
         geometry.pad_mode == "replicate",
+        geometry.streams,
         tuple(config.items()),
         Device.of(x.device),
     )
@@ -201,6 +203,7 @@ def _direct_plan(
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
     replicates: bool,
+    streams: bool,
     config: tuple[tuple[str, Any], ...],
     device: Device,
 ) -> HopperPlan | None:
@@ -224,6 +227,7 @@ def _direct_plan(
         triple(padding, 0),
         triple(dilation, 1),
         replicates,
+        streams,
         device,
     )
     return lowering.plan(call, lowering.tile(**dict(config)))

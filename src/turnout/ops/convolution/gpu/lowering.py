@@ -38,6 +38,7 @@ class HopperCall(NamedTuple):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     replicates: bool  # the first frame instead of zeros
+    streams: bool  # other calls of the layer have a cache
     device: Device
 
 

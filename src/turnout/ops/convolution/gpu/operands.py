@@ -82,7 +82,8 @@ class Geometry(NamedTuple):
     padding: the zeros before the first frame, row and column; the padding behind the last follows from the
     size of the output, so the two ends may differ. pad_mode: what stands before the frames of the cache,
     "zeros", or "replicate" for copies of the very first frame. precision: how float32 is multiplied, "tf32"
-    or "ieee"; sums are float32 in any case, and other dtypes ignore it.
+    or "ieee"; sums are float32 in any case, and other dtypes ignore it. streams: other calls of the layer
+    have a cache, so all of them take the kernel that reads one.
     """
 
     stride: Sequence[int]
@@ -90,11 +91,12 @@ class Geometry(NamedTuple):
     dilation: Sequence[int]
     pad_mode: str = "zeros"
     precision: str = "tf32"
+    streams: bool = False
 
     def as_clip(self, precision: str) -> Geometry:
         """The same for three spatial axes, with this precision."""
-        stride, padding, dilation, pad_mode, _ = self
-        return Geometry(triple(stride, 1), triple(padding, 0), triple(dilation, 1), pad_mode, precision)
+        stride, padding, dilation = triple(self.stride, 1), triple(self.padding, 0), triple(self.dilation, 1)
+        return Geometry(stride, padding, dilation, self.pad_mode, precision, self.streams)
 
 
 def triple(numbers: Sequence[int], front: int) -> Triple:

@@ -17,6 +17,10 @@ BARRIERS = 2048  # bytes of shared memory
 FILTERS = (16, 32, 48, 64, 96, 128, 160, 192, 256)
 COLUMNS = (32, 64, 16, 8, 128)  # of a tile, the better ones first: rows of many pixels are fetched faster
 SMALL = (4, 8)  # rows and columns of a box that covers most images without sticking out much
+# Rows of a strip of `narrow_out_rolled`, for kernels of three rows, those first that were measured to be good.
+STRIPS = (37, 55, 97, 160, 22, 13)
+READING = 9.45  # the time of reading a row of a strip, in steps
+TIED_STRIPS = 1.03  # and heights whose bounds differ by less
 TIED = 1.02  # bounds that differ by less are the same: the bound itself is off by more
 # Rows and columns of a box, those first that most sizes share: 32 columns divide the sides of pictures, which
 # are multiples of 64 pixels or more, and seldom those of clips.
@@ -245,9 +249,9 @@ def narrow(task: Task, shared: int, units: int) -> list[NarrowTile]:
 
 
 def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
-    """Strips as high as two programs on each multiprocessor take one of, or as few as there can be, and all
-    of the weight at hand. 48 KiB
-    asked for in advance, or all that fits: more do not come sooner, and stand further apart in memory."""
+    """Strips of usual height, or as high as two programs on each multiprocessor take one of, or as few as
+    there can be, and all of the weight at hand. 48 KiB asked for in advance, or all that fits: more do not
+    come sooner, and stand further apart in memory."""
     columns, size, (_, channels, depth, taps, _) = (
         narrow_columns(task.weight),
         task.dtype.itemsize,
@@ -261,15 +265,22 @@ def rolled(task: Task, shared: int, units: int) -> list[NarrowTile]:
     def steps(rows: int) -> int:  # of the program that has most to do
         return ceil_div(across * ceil_div(high, rows), 2 * units) * (rows + taps + 1)
 
-    best = min(range(taps + 1, max(high, taps + 1) + taps, taps), key=steps)
+    def bound(rows: int) -> float:
+        """Reading, with the rows that two strips share, and steps; fitted to five heights on an H200."""
+        return across * high / (2 * units) * (rows + taps - 1) / rows * READING + steps(rows)
+
+    heights = range(taps + 1, max(high, taps + 1) + taps, taps)
+    best = min(heights, key=steps)
+    most = TIED_STRIPS * min(map(bound, heights))
+    usual = [rows for rows in STRIPS if (rows - 1) % taps == 0 and bound(rows) <= most]
     candidates = []
-    for row in (128, 64):
+    for rows, row in itertools.product(dict.fromkeys((*usual[:1], best)), (128, 64)):
         weight = depth * taps * ceil_div(channels * size, row) * columns * row
-        most = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
-        if most >= 3 and (row == 128 or channels * size % 128):
+        most_stages = min((narrow_room(columns, shared, 2) - weight) // (PIXELS * row), 8)
+        if most_stages >= 3 and (row == 128 or channels * size % 128):
             candidates += [
-                NarrowTile("rolled", best, row // size, stages)
-                for stages in sorted({min(384 // row, most), most})
+                NarrowTile("rolled", rows, row // size, stages)
+                for stages in sorted({min(384 // row, most_stages), most_stages})
             ]
     return candidates
 
