@@ -100,6 +100,22 @@ def test_a_cache_without_frames_is_none(launches):
     assert without_addresses(launches[0]) == without_addresses(launches[1])
 
 
+def test_calls_with_and_without_a_cache_share_a_kernel(launches):
+    """The first part of a clip has no cache. Its kernel reads zeros before the first frame, of the input."""
+    route, (x, weight, bias, cache, *rest), config = routed("causal, cache")
+    assert config["share"] == "depth"
+    for held in (cache, None):
+        route.run(x, weight, bias, held, *rest, **config)
+    behind, first = launches
+    assert first.constants == behind.constants
+    assert first.tensors[1].base is x
+    assert [t and t.block_shape for t in first.tensors[:-1]] == [
+        t and t.block_shape for t in behind.tensors[:-1]
+    ]
+    frames = 5  # among the numbers: see NUMBERS of the kernel
+    assert (first.numbers[frames], behind.numbers[frames]) == (0, 2)
+
+
 def test_copied_arguments_are_not_launched_directly(launches):
     route, (x, *rest), config = routed("conv2d")
     assert not route.prepared((x.contiguous(), *rest), config).is_direct

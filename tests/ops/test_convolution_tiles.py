@@ -2,11 +2,16 @@
 say they cannot do.
 """
 
+import itertools
+from collections import Counter
+from random import Random
+
 import pytest
 import torch
 
 from turnout.ops.convolution.gpu import task as limits
 from turnout.ops.convolution.gpu import tiles
+from turnout.ops.convolution.gpu.implicit_gemm import hopper_configs
 from turnout.ops.convolution.gpu.task import Task
 from turnout.routing.device import Device
 
@@ -85,6 +90,56 @@ def test_small_boxes_where_tiles_would_stick_out():
 def test_wan_gets_tiles_of_four_frames():
     best = tiles.best(TASKS[0], H200.shared, H200.units)[0]
     assert (best.share, best.slots, best.filters, best.from_registers) == ("depth", 4, 96, True)
+
+
+LAYERS = {
+    "Flux, 512": (512, 512, (1, 3, 3)),
+    "Flux, 256": (256, 256, (1, 3, 3)),
+    "Flux, 128": (256, 128, (1, 3, 3)),
+    "Wan, 384": (384, 384, (3, 3, 3)),
+    "Wan, 192": (192, 192, (3, 3, 3)),
+    "Wan 2.2, 1024": (1024, 1024, (3, 3, 3)),
+    "LTX, 128": (128, 128, (3, 3, 3)),
+    "U-Net, 320": (320, 320, (1, 3, 3)),
+}
+
+
+def test_usual_tiles_are_few_and_as_fast_as_the_best_by_the_bound():
+    """Over sizes of pictures and clips at random: within 2 % of the best of all tiles."""
+    random, usual, best = Random(0), 0, 0
+    for channels, filters, kernel in LAYERS.values():
+        taken: dict[str, set] = {"usual": set(), "best": set()}
+        for _ in range(40):
+            frames = random.choice((1, 2, 4, 9)) if kernel[0] > 1 else 1
+            height, width = (16 * random.randint(8, 22) for _ in range(2))
+            call = task(frames, height, width, channels, filters, kernel)
+            tile = tiles.usual(call, H200.shared, H200.units)
+            first = tiles.best(call, H200.shared, H200.units)[0]
+            assert tile is not None
+            assert tile.cycles(call, H200.units) <= tiles.TIED * first.cycles(call, H200.units)
+            taken["usual"].add(tile)
+            taken["best"].add(first)
+        usual, best = usual + len(taken["usual"]), best + len(taken["best"])
+    assert usual <= 0.75 * best
+
+
+def test_what_was_tried_before_is_still_offered():
+    """Measured rows name the best tile by the bound, and count only where it is offered."""
+    for case in TASKS:
+        offered = [tiles.Tile(**config) for config in hopper_configs(case, H200)]
+        assert offered[0] == tiles.usual(case, H200.shared, H200.units)
+        assert set(tiles.best(case, H200.shared, H200.units)) <= set(offered)
+        assert len(set(offered)) == len(offered)
+
+
+def test_usual_strips():
+    """Other sizes and batches of a picture take strips of few heights."""
+    heights = Counter()
+    for height, width in itertools.product(range(512, 1600, 64), repeat=2):
+        first, *_ = tiles.rolled(task(1, height, width, 128, 3, (1, 3, 3)), H200.shared, H200.units)
+        heights[first.slots] += 1
+    assert len(heights) < 40
+    assert sum(heights[rows] for rows in tiles.STRIPS) > 0.6 * heights.total()
 
 
 def reasons(task, of=limits.implicit_gemm_hopper_refuses):

@@ -77,9 +77,8 @@ def plan_flash(
     }
     programs = batch * heads * ceil_div(length, rows)
     tensors = (q, k, v, lengths, mask, sums, out)
-    kernel = unspecialized(flash_kernel, "rows", "keys")
     return LaunchPlan(
-        (Launch(kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out
+        (Launch(flash_kernel, programs, tensors, numbers, constants, warps, {"num_stages": stages}),), out
     )
 
 
@@ -165,7 +164,7 @@ def plan_wide_hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
         "SPLITS": splits,
     }
     programs = batch * heads * ceil_div(rows, QUERIES) * splits
-    kernel = unspecialized(wide_kernel, "rows", "keys", "blocks_each")
+    kernel = unspecialized(wide_kernel, "blocks_each")
     launch = Launch(kernel, programs, tensors, numbers, constants, WARPS)
     if maxima is None or sums is None:
         return LaunchPlan((launch,), out)
@@ -181,6 +180,6 @@ def combine_launch(parts: Tensor, maxima: Tensor, sums: Tensor, out: Tensor) -> 
     (splits, _, rows, dim), (batch, heads) = parts.shape, out.shape[:2]
     numbers = (batch * heads * rows, rows, heads, dim, *batch_steps(out)[:3])
     constants = {"SPLITS": splits, "BM": 4, "BD": power_of_two(dim)}
-    kernel = unspecialized(combine_kernel, "total_rows", "rows")
-    tensors = (parts, maxima, sums, out)
-    return Launch(kernel, ceil_div(batch * heads * rows, 4), tensors, numbers, constants, 4)
+    return Launch(
+        combine_kernel, ceil_div(batch * heads * rows, 4), (parts, maxima, sums, out), numbers, constants, 4
+    )

@@ -153,7 +153,7 @@ def planes_plan(norm: Norm, tile: PlaneTile) -> Plan:
     return Plan(
         batch * groups * parts * MOMENTS,
         (
-            unspecialized(plane_moments, *SUMMED),
+            unspecialized(plane_moments, "parts"),
             batch * groups * parts,
             (all_positions.size, groups, each, parts, *far[:2]),
             constants,
