@@ -84,7 +84,7 @@ def parts_of(work: int, programs: int) -> int:
 def most_parts(programs: int) -> int:
     """The parts of one picture that is large enough, of which `parts_of` makes no more.
 
-    The second kernel is compiled for so many, and leaves out those that a batch or a small picture has not: so
+    The second kernel is compiled for so many, and leaves out those that a batch or a small picture has not:
     it is the same for any batch, and no program reads more moments than one of a single picture does.
     """
     return parts_of(programs, programs)
@@ -225,7 +225,8 @@ def gapped_plan(norm: Norm, tile: RowTile, padding: tuple[int, ...] = (), mode: 
     first_programs, first_numbers = batch * parts * blocks, (size, groups, parts, blocks, strides[0])
     one = positions(shape, strides, strides)
     if one is not None:
-        moments = (unspecialized(row_moments, *SUMMED), first_programs, (*first_numbers, one.x_step), constants)
+        kernel = unspecialized(row_moments, *SUMMED)
+        moments = (kernel, first_programs, (*first_numbers, one.x_step), constants)
     else:
         numbers = (*first_numbers, *own_steps, *walk_of([axis.size for axis in own]))
         moments = (kernels.gapped_moments, first_programs, numbers, constants)
