@@ -324,7 +324,7 @@ class Outputs:
             self._containers.add(id(value))
         if cls in (tuple, list) or (isinstance(value, tuple) and hasattr(cls, "_fields")):
             return "sequence", cls, *map(self._describe, value)
-        if cls is dict:
+        if isinstance(value, dict) and cls is dict:
             return "dict", *((self._describe(name), self._describe(each)) for name, each in value.items())
         if isinstance(value, dict) and dataclasses.is_dataclass(value) and _has_its_fields_alone(value):
             return "mapping", cls, *((name, self._describe(each)) for name, each in value.items())
