@@ -1,6 +1,8 @@
 """turnout.warm and its command: what is planned, what is said, and that nothing stays behind."""
 
+import contextlib
 import functools
+import importlib
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ from turnout.models.wan_steps import Steps
 from turnout.race.ahead import specs_of_race
 from turnout.race.models import RACERS
 from turnout.routing.op import OPS
+from turnout.warming import compiling
 from turnout.warming.compiling import Compiler
 from turnout.warming.planning import specs_of_call
 from turnout.warming.warmed import card_named, compile_specs
@@ -66,6 +69,71 @@ def test_a_model_its_method_and_functions_that_use_it_are_planned_alike():
     assert planned(functools.partial(model, X)) == expected
     assert planned(lambda x: model(x), X) == expected
     assert planned(lambda: model(X)) == expected
+    assert planned(lambda xs: [model(x) for x in xs], [X]) == expected
+
+
+MODELS = {"norm": norm()}
+
+
+@torch.no_grad()
+def decorated(x):
+    return one_by_one([x], 2)
+
+
+def one_by_one(xs, times):
+    return one_by_one(xs, times - 1) if times else [MODELS["norm"](x) for x in xs]
+
+
+class Runner:
+    def __init__(self):
+        self.models = [norm()]
+
+    def run(self, x):
+        return self.models[0](x)
+
+    __call__ = run
+
+
+@pytest.mark.parametrize(
+    "call", [decorated, functools.partial(decorated), Runner(), Runner().run], ids=["function", "partial",
+    "object", "method"]
+)  # fmt: skip
+def test_models_are_found_behind_decorators_helpers_and_objects(call):
+    assert planned(call, X) == ["row_moments bfloat16", "row_apply bfloat16"]
+    assert all(x.is_cpu for x in MODELS["norm"].parameters())
+
+
+def test_a_compiled_model_is_refused_with_what_to_give_instead():
+    with pytest.raises(ValueError, match=r"give turnout\.warm the model that was"):
+        planned(torch.compile(norm(), backend="eager"), X)
+
+
+class Norms(nn.Module):
+    """Takes tensors by position, by keyword and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.GroupNorm(32, 128)
+
+    def forward(self, x, *, y, more):
+        return [self.norm(each) for each in (x, y, *more)]
+
+
+def test_the_dtype_is_that_of_all_arguments(monkeypatch):
+    seen = []
+    module = importlib.import_module("turnout.models.warm")
+    monkeypatch.setattr(
+        module, "specs_of_call", lambda call, args, kwargs, *rest: seen.append((args, kwargs))
+    )
+    monkeypatch.setattr(module, "compile_specs", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "Compiler", contextlib.nullcontext)
+    x, tokens = X.float(), torch.ones(2, dtype=torch.long)
+    for dtype in (torch.bfloat16, "bf16"):
+        turnout.warm(Norms(), x, y=x, more=[x, {"mask": tokens}], device="h200", dtype=dtype)
+        [(args, kwargs)] = seen
+        dtypes = [each.dtype for each in torch.utils._pytree.tree_leaves((args, kwargs))]
+        assert dtypes == [torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.long]
+        seen.clear()
 
 
 def test_planning_changes_nothing():
@@ -108,13 +176,39 @@ def test_a_function_without_a_model_is_refused():
 
 @pytest.mark.parametrize(
     ("device", "message"),
-    [("cpu", "has no kernels to compile"), ("h2000", "did you mean"), (None, "no GPU is here")],
-)
+    [
+        ("cpu", "has no kernels to compile"), ("h2000", "did you mean"), (None, "no GPU is here"),
+        ("cuda", "no GPU is here"), (torch.device("cuda", 1), "no GPU is here"),
+        (torch.device("cpu"), "has no kernels to compile"),
+    ],
+)  # fmt: skip
 def test_devices_that_nothing_is_compiled_for(device, message):
-    if device is None and torch.cuda.is_available():
+    if message == "no GPU is here" and torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(ValueError, match=message):
         turnout.warm(norm(), X, device=device)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": 0}, "device is 0"), ({"jobs": 1.5}, "whole number"), ({"jobs": 0}, "jobs is 0"),
+        ({"dtype": torch.int8}, "a model runs in"), ({"dtype": "bf17"}, "did you mean bf16"),
+        ({"dtype": 16}, "dtype is 16"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        turnout.warm(norm(), X, **{"device": "h200", **given})
+
+
+def test_words_of_what_the_process_imports_are_no_answers(card, monkeypatch, tmp_path):
+    (tmp_path / "triton_plugin.py").write_text("print('loaded')")
+    start = compiling._START.replace("from turnout", "import triton_plugin\nfrom turnout", 1)
+    monkeypatch.setattr(compiling, "_START", start)
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, 3])  # of which some are no words
+    with Compiler() as compiler:
+        assert list(compiler.answers([], card, jobs=1)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +288,11 @@ def test_the_command_ends_with_1_while_anything_is_missing(cache):
 
 @pytest.mark.parametrize(
     "words",
-    [("flx", "--device", "h200"), ("flux", "--device", "cpu"), ("flux", "--device", "h200", "--jobs", "0")],
-)
+    [
+        ("flx", "--device", "h200"), ("flux", "--device", "cpu"), ("flux", "--device", "h200", "--jobs", "0"),
+        ("flux", "--device", "h200", "--dtype", "int8"),
+    ],
+)  # fmt: skip
 def test_the_command_ends_with_2_for_what_cannot_be(words):
     pytest.importorskip("diffusers")
     assert run(*words).exit_code == 2
@@ -218,6 +315,7 @@ def alive(group):
 PROGRAM = """
 import turnout
 from tests.warming.test_warm import X, norm
+from turnout.warming import compiling
 from turnout.warming.compiling import Compiler
 from turnout.warming.planning import specs_of_call
 from turnout.warming.warmed import card_named

@@ -17,6 +17,8 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from turnout.routing.functions import is_filled, names_in
+
 # From a name and its value to what is to be found instead; None for the value itself.
 StandIn = Callable[[str, Any], Any]
 
@@ -210,12 +212,6 @@ class Table:
         return function if rebound is None else rebound.function
 
 
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Every name in a code object and those inside it: globals, attributes, what is imported."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*map(names_in, inner))
-
-
 def is_library(function: types.FunctionType) -> bool:
     """Whether a function is torch's or ours: those are not followed."""
     return (function.__module__ or "").partition(".")[0] in ("torch", "turnout")
@@ -241,15 +237,6 @@ def _writes_globals(code: types.CodeType) -> bool:
     if any(step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for step in dis.get_instructions(code)):
         return True
     return any(_writes_globals(inner) for inner in code.co_consts if isinstance(inner, types.CodeType))
-
-
-def is_filled(cell: Any) -> bool:
-    """Whether a variable of a closure has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
 
 
 def _live(scope: dict[str, Any], replaced: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 
 from turnout.models import sdpa, worth
 from turnout.models.patch import Adapter
-from turnout.models.rebinding import Rebinder, Rebound, is_library, names_in
+from turnout.models.rebinding import Rebinder, Rebound, is_library
 from turnout.ops.attention import ATTENTION
+from turnout.routing.functions import names_in
 
 is_traced = torch.compiler.is_dynamo_compiling
 

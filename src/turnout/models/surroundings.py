@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from turnout.models.dicts import are_alike, everything, versions
-from turnout.models.rebinding import is_filled, is_library, names_in
+from turnout.models.rebinding import is_library
+from turnout.routing.functions import is_filled, names_in
 
 _ENTRIES = ("forward", "__call__", "_decode", "_encode")
 # Nobody edits their functions while a program runs, and their closures hold what decorators were given.

@@ -20,8 +20,15 @@ from turnout.routing.device import Device
 from turnout.warming.worker import Answer, Request
 
 # The parent's own path: a user's program may have changed it, and its main module is not to be imported
-# again.
-_START = "import sys; sys.path[:] = sys.argv[1:]; from turnout.warming.worker import main; main()"
+# again. Whatever prints when it is imported prints to standard error: the answers go to standard output.
+_START = """
+import os, sys
+sys.path[:] = sys.argv[1:]
+answers = os.dup(1)
+os.dup2(2, 1)
+from turnout.warming.worker import main
+main(answers)
+"""
 # bytes: what a compilation may take at most (ptxas with Hopper's convolutions takes a third of it)
 _MEMORY = 2**30
 _PATIENCE = 5.0  # seconds
@@ -33,9 +40,15 @@ def most_jobs() -> int:
     """As many processes as this one may use cores, and as fit into the memory that is free."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):
-        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return max(1, min(cores, pages // _MEMORY))
+        return max(1, min(cores, _free_memory() // _MEMORY))
     return cores
+
+
+def _free_memory() -> int:
+    """In bytes, what Linux keeps of files included: it gives that up. Others are asked for what is unused."""
+    with contextlib.suppress(OSError, ValueError, StopIteration), open("/proc/meminfo") as lines:
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Compiler:
@@ -49,13 +62,20 @@ class Compiler:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         if "triton" in sys.modules:  # the folder may have been set in the program
             environment["TRITON_CACHE_DIR"] = sys.modules["triton"].knobs.cache.dir
-        command = [sys.executable, "-c", _START, *filter(None, sys.path), os.getcwd()]
+        folders = [os.fspath(each) for each in sys.path if each and isinstance(each, str | os.PathLike)]
+        try:
+            folders.append(os.getcwd())
+            begin_in = None
+        except OSError:  # the folder is gone, and Python would not start there
+            begin_in = tempfile.gettempdir()
+        command = [sys.executable, "-c", _START, *folders]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
             env=environment,
+            cwd=begin_in,
             start_new_session=True,
         )
 

@@ -20,6 +20,8 @@ from turnout.launch.pretended import NeedsValuesError, Pretended, on_card
 from turnout.launch.recording import Launch, recorded
 from turnout.routing.device import Device, planning_calls
 from turnout.routing.fallback import PLAIN_TENSORS
+from turnout.routing.functions import is_filled, names_in
+from turnout.routing.torch_private import is_compiled
 
 Prepare = Callable[[nn.Module], object]
 
@@ -57,16 +59,24 @@ def specs_of_call(
     with planning(device) as launches:
         moved: dict[int, Any] = {}
         run = _moved_call(call, moved, prepare)
-        if not any(isinstance(x, nn.Module) for x in moved.values()):
+        arguments = _moved(args, moved, prepare), _moved(kwargs, moved, prepare)
+        models = [x for x in moved.values() if isinstance(x, nn.Module)]
+        if not models:
             raise TypeError(
                 f"{call!r} is no model, no method of one, and uses none by name; give turnout.warm the model"
             )
-        run(*_moved(args, moved, prepare), **_moved(kwargs, moved, prepare))
+        if any(is_compiled(module) for model in models for module in model.modules()):
+            raise ValueError(
+                "a model that torch.compile has compiled cannot be planned; give turnout.warm the model that "
+                "was compiled (kernels that torch.compile makes itself are compiled on the first call)"
+            )
+        run(*arguments[0], **arguments[1])
         return specs_of(launches)
 
 
 def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
-    """Copy a callable with the models it uses: its own, those of its closure, its defaults, its globals."""
+    """Copy a callable with the models it uses: its own, those of its closure, its defaults, its globals, and
+    of the functions that it finds there."""
     if isinstance(call, functools.partial):
         keywords = _moved(call.keywords, moved, prepare)
         return functools.partial(
@@ -76,19 +86,66 @@ def _moved_call(call: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
         return getattr(
             _moved(call.__self__, moved, prepare), call.__func__.__name__
         )  # the adapter's, where there is one
-    if isinstance(call, types.FunctionType):
-        used = {name: call.__globals__[name] for name in call.__code__.co_names if name in call.__globals__}
-        models = {name: value for name, value in used.items() if isinstance(value, nn.Module | Tensor)}
-        cells = tuple(
-            types.CellType(_moved(cell.cell_contents, moved, prepare)) for cell in call.__closure__ or ()
-        )
-        names = {**call.__globals__, **_moved(models, moved, prepare)}
-        function = types.FunctionType(
-            call.__code__, names, call.__name__, _moved(call.__defaults__, moved, prepare), cells or None
-        )
-        function.__kwdefaults__ = _moved(call.__kwdefaults__, moved, prepare)
-        return function
     return _moved(call, moved, prepare)
+
+
+def _moved_function(function: types.FunctionType, moved: dict[int, Any], prepare: Prepare) -> Any:
+    """Copy a function that uses models; one that uses none is returned as it is."""
+    if not _leads_to_models(function):
+        return function
+    scope, cells = function.__globals__, function.__closure__ or ()
+    names, variables = dict(scope), tuple(types.CellType() for _ in cells)
+    twin = types.FunctionType(function.__code__, names, function.__name__, None, variables)
+    moved[id(function)] = twin  # it may call itself
+    for name in names_in(function.__code__) & scope.keys():
+        if _leads_to_models(scope[name]):
+            names[name] = _moved(scope[name], moved, prepare)
+    for cell, variable in zip(cells, variables, strict=True):
+        if is_filled(cell):
+            variable.cell_contents = _moved(cell.cell_contents, moved, prepare)
+    twin.__defaults__ = _moved(function.__defaults__, moved, prepare)
+    twin.__kwdefaults__ = _moved(function.__kwdefaults__, moved, prepare)
+    return twin
+
+
+def _content(cell: types.CellType) -> Any:
+    return cell.cell_contents if is_filled(cell) else None
+
+
+def _leads_to_models(value: Any) -> bool:
+    """Whether a call that finds this value may find a model or a tensor by it."""
+    pending, seen = [value], set[int]()
+    while pending and len(seen) < _MOST_SEEN:
+        each = pending.pop()
+        if isinstance(each, nn.Module | Tensor):
+            return True
+        if id(each) not in seen:
+            seen.add(id(each))
+            pending += _inside(each)
+    return False
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container, a function or an object holds, or finds by name."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] not in _OTHERS:
+            yield from (value.__globals__.get(name) for name in names_in(value.__code__))
+            yield from map(_content, value.__closure__ or ())
+            yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+    elif _holds_state(value):
+        yield from vars(value).values()
+
+
+_MOST_SEEN = 10_000  # functions, containers and objects
+_OTHERS = {"diffusers", "transformers", "turnout"}  # whose functions use no model of a program
 
 
 def _moved(value: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
@@ -103,30 +160,35 @@ def _moved(value: Any, moved: dict[int, Any], prepare: Prepare) -> Any:
         return type(value)(_moved(x, moved, prepare) for x in value)
     if type(value) is dict:
         return {name: _moved(x, moved, prepare) for name, x in value.items()}
+    if isinstance(value, types.FunctionType):
+        return _moved_function(value, moved, prepare)
+    if isinstance(value, functools.partial | types.MethodType):
+        return _moved_call(value, moved, prepare) if _leads_to_models(value) else value
     if not _holds_state(value):
         return value
-    moved.update({id(x): _moved_tensor(x) for x in _tensors_in(value, set()) if id(x) not in moved})
+    for part in list(_parts_of(value)):
+        _moved(part, moved, prepare)
     return copy.deepcopy(value, moved)
 
 
 def _holds_state(value: Any) -> bool:
     """Whether a call may write to a value that is no tensor and no container: a cache of keys and values."""
-    return isinstance(getattr(value, "__dict__", None), dict) and not (
-        callable(value) or isinstance(value, types.ModuleType | torch.Generator)
+    stateless = (type, types.FunctionType, types.MethodType, types.ModuleType, functools.partial)
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(
+        value, (*stateless, torch.Generator)
     )
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors that an object holds, or others that it holds do."""
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen:
-        seen.add(id(value))
-        inside = (
-            value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-        )
-        for x in (*inside, *(vars(value).values() if _holds_state(value) else ())):
-            yield from _tensors_in(x, seen)
+def _parts_of(value: Any) -> Iterator[Tensor | nn.Module]:
+    """The tensors and models that an object holds, or others that it holds do."""
+    pending, seen = [value], set[int]()
+    while pending:
+        each = pending.pop()
+        if isinstance(each, Tensor | nn.Module):
+            yield each
+        elif each is value or (id(each) not in seen and not callable(each)):
+            seen.add(id(each))
+            pending += _inside(each)
 
 
 def _moved_tensor(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from turnout.launch.ahead import Spec
 from turnout.routing import versions
 from turnout.routing.device import Device, with_software_here
+from turnout.routing.names import model_dtype_named
 from turnout.warming.compiling import Compiler, can_compile
 from turnout.warming.worker import Answer as Kernel
 
@@ -82,12 +84,23 @@ def compile_specs(
 
 def check_jobs(jobs: int) -> int:
     """A number of processes. Raises ValueError for none."""
+    if not isinstance(jobs, int) or isinstance(jobs, bool):
+        raise TypeError(f"jobs is {jobs!r}, it needs to be a whole number of processes")
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}, one process at least has to compile")
     return jobs
 
 
-def card_named(name: str | Device | None) -> Device:
+def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype to cast to, which may be given by name. Raises for one that no weight is cast to."""
+    if dtype is None:
+        return None
+    if not isinstance(dtype, str | torch.dtype):
+        raise TypeError(f"dtype is {dtype!r}, it needs to be a dtype such as torch.bfloat16")
+    return model_dtype_named(str(dtype).removeprefix("torch."))
+
+
+def card_named(name: str | torch.device | Device | None) -> Device:
     """The card to compile for, with the Triton that is installed. Raises ValueError where there is none."""
     if versions.triton() is None:
         raise ValueError(
@@ -97,14 +110,22 @@ def card_named(name: str | Device | None) -> Device:
         raise ValueError("TRITON_INTERPRET is set: kernels are interpreted, nothing is compiled; unset it")
     if not can_compile():
         raise ValueError("this Python is part of another program and cannot start a process that compiles")
-    if name is None:
-        if not torch.cuda.is_available():
-            raise ValueError("no GPU is here; name the card to compile for, such as h200")
-        name = Device.of("cuda")
-    card = name if isinstance(name, Device) else Device.named(name)
+    card = name if isinstance(name, Device) else _card(name)
     if card.backend not in ("cuda", "hip") or card.capability is None:
         raise ValueError(
             f"device {card.name} has no kernels to compile, only NVIDIA's and AMD's cards have; "
             "name one, such as h200"
         )
     return with_software_here(card)
+
+
+def _card(name: str | torch.device | None) -> Device:
+    """A known card by its name, or one that is here by torch's name for it."""
+    if not isinstance(name, str | torch.device | None):
+        raise TypeError(f"device is {name!r}, it needs to be the name of a card, such as 'h200'")
+    if isinstance(name, str) and not re.fullmatch(r"cuda(:\d+)?", name):
+        return Device.named(name)
+    here = torch.device(name or "cuda")
+    if here.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("no GPU is here; name the card to compile for, such as h200")
+    return Device.of(here)

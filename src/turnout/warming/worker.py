@@ -54,11 +54,10 @@ class _Child(NamedTuple):
     answer: BinaryIO
 
 
-def main() -> None:
-    """Answer one request. Triton and ptxas may print: their words go to standard error."""
+def main(file: int) -> None:
+    """Answer one request into a file that nothing else writes to: Triton and ptxas may print."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked decides what Ctrl-C means
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(file, "wb")
     request: Request = pickle.load(requests)
     missing: list[_Task] = []
     for answer in _look_up_all(request, missing):
