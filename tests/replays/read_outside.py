@@ -1,6 +1,7 @@
 """What the code of a model may read besides its own attributes; tests replace it."""
 
 import types
+from types import FunctionType  # noqa: F401  a class with a __closure__
 
 import torch.nn.functional as F
 from torch import nn

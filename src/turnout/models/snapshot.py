@@ -270,6 +270,8 @@ def remembered_tensors(classes: Iterable[type]) -> Iterator[Tensor]:
     owners += [sys.modules[name] for name in modules if name in sys.modules]
     for owner in owners:
         for value in list(vars(owner).values()):
+            if isinstance(value, type):  # that of functions has a `__closure__`, which is none
+                continue
             function = getattr(value, "__func__", value)
             for _ in range(8):  # decorators around each other
                 if isinstance(function, functools._lru_cache_wrapper):
