@@ -102,6 +102,37 @@ def refused_everywhere(mesh):
 
 
 @torch.no_grad()
+def refused_on_one(mesh):
+    """Mistakes of the last rank alone: what all raise, and whether the next call has the same bits."""
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    x = random(1, 3, 1, 32, 32, dtype=torch.bfloat16)
+    alone, wrong = vae.decode(z).sample, mesh.get_local_rank() == mesh.size() - 1
+    vae.use_tiling = wrong
+    messages = [_raised(lambda: turnout.distribute(vae, mesh, timeout=60))]
+    vae.use_tiling = False
+    turnout.distribute(vae, mesh, timeout=60)
+    for _ in range(2):  # what is known is compared as well
+        vae.decode(z)
+        vae.encode(x)
+    for call in (
+        lambda: vae.encode(x) if wrong else vae.decode(z),
+        lambda: vae.decode("z" if wrong else z),
+        lambda: vae.decode([z, "z"] if wrong else [z, z]),
+        lambda: vae.decode(z[:, :, :1] + wrong),
+    ):
+        messages.append(_raised(call))
+    return messages, torch.equal(vae.decode(z).sample, alone)
+
+
+def _raised(call):
+    try:
+        call()
+    except (ValueError, RuntimeError, TypeError, AttributeError) as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return "nothing"
+
+
+@torch.no_grad()
 def with_other_tables(mesh):
     """The second rank has measured something of its own."""
     from turnout.ops.causal_conv3d import CAUSAL_CONV3D

@@ -1,10 +1,12 @@
 """Frames of a model that is split over ranks are those of one process, bit for bit."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import turnout
 from tests.parallel.matrix import CLIPS, LATENTS, cases, model, random, said
@@ -255,6 +257,91 @@ def test_hooks_and_layers_put_there_later_see_their_parts():
     assert torch.equal(split, vae.decode(z).sample)
 
 
+POINTWISE = {
+    "sigmoid": torch.sigmoid,
+    "softmax of channels": lambda y: y.softmax(1),
+    "norm of channels": lambda y: y / (1 + y.norm(dim=1, keepdim=True)),
+    "linear": lambda y: F.linear(y.movedim(1, -1), torch.eye(y.shape[1]) + 0.1).movedim(-1, 1),
+    "group norm": lambda y: F.group_norm(y, 2),
+}
+MIXING = {
+    "mean of frames": lambda y: y - y.mean((-1, -2), keepdim=True),
+    "mean of all": lambda y: y - y.mean(),
+    "largest": lambda y: y / y.abs().max(),
+    "flip": lambda y: y.flip(-1),
+    "roll": lambda y: torch.roll(y, 1, -1),
+    "any": lambda y: y * 2 if (y > 3).any() else y,
+    "product": lambda y: y @ torch.ones(y.shape[-1], y.shape[-1]),
+    "noise": lambda y: y + torch.randn_like(y),
+    "dropout": lambda y: F.dropout(y, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["wan", "flux-vae"])
+@pytest.mark.parametrize("hook", [*POINTWISE, *MIXING])
+@torch.no_grad()
+def test_a_hook_has_the_bits_of_one_process_or_is_refused(hook, name):
+    vae = model(name, torch.float32, fast=True)
+    z = random(1, 4, *((1,) if name == "wan" else ()), 3, 4)
+    run = {**POINTWISE, **MIXING}[hook]
+    vae.decoder.up_blocks[0].resnets[0].conv1.register_forward_hook(lambda module, args, y: run(y))
+    alone = vae.decode(z).sample
+    turnout.distribute(vae, Lockstep(2), split="width")
+    if hook in MIXING:
+        with pytest.raises(NotImplementedError, match=r"not known to a distributed model|draws numbers"):
+            vae.decode(z)
+    else:
+        assert all(torch.equal(vae.decode(z).sample, alone) for _ in range(2))
+
+
+@torch.no_grad()
+def test_a_stream_goes_on_in_the_same_distribution_only():
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 2, 4, 4, dtype=torch.bfloat16)
+    alone = vae.decode(z).sample
+    ways = {
+        "plain": lambda: (turnout.restore(vae), turnout.accelerate(vae)),
+        "two": lambda: turnout.distribute(vae, Lockstep(2), split="width"),
+        "height": lambda: turnout.distribute(vae, Lockstep(2), split="height"),
+    }
+    for before, after in itertools.permutations(ways, 2):
+        ways[before]()
+        stream = DecodeStream(vae)
+        stream.decode(z[:, :, :1])
+        ways[after]()
+        with pytest.raises(RuntimeError, match=r"since this clip began, .* call reset\(\)"):
+            stream.decode(z[:, :, 1:])
+        stream.reset()
+        assert torch.equal(stream.decode(z), alone)
+    with pytest.raises(RuntimeError, match="cannot be copied in the middle of a clip"):
+        copy.copy(stream)
+
+
+@torch.no_grad()
+def test_compiled_parts_and_weights_that_come_and_go_are_refused():
+    z = random(1, 4, 1, 2, 2, dtype=torch.bfloat16)
+    vae = model("wan", torch.bfloat16, fast=True)
+    turnout.distribute(vae, Lockstep(2))
+    vae.decoder.mid_block.compile(backend="eager")
+    with pytest.raises(ValueError, match="cannot have compiled parts, and WanMidBlock is compiled"):
+        vae.decode(z)
+    vae = model("wan", torch.bfloat16, fast=True)
+    vae.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    turnout.distribute(vae, Lockstep(2))
+    with pytest.raises(ValueError, match="come and go around its calls"):
+        vae.decode(z)
+
+
+@torch.no_grad()
+def test_a_call_while_another_one_runs_is_refused():
+    vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 1, 2, 2, dtype=torch.bfloat16)
+    turnout.distribute(vae, Lockstep(2))
+    handle = vae.decoder.conv_in.register_forward_pre_hook(lambda module, args: vae.decode(z))
+    with pytest.raises(RuntimeError, match="another call of this distributed model is running"):
+        vae.decode(z)
+    handle.remove()
+    assert vae.decode(z).sample.shape == (1, 3, 1, 16, 16)
+
+
 @pytest.mark.parametrize("split", ["height", "width"])
 @torch.no_grad()
 def test_large_frames_in_rings_give_the_bits_of_one_process(monkeypatch, split):
@@ -330,6 +417,12 @@ def test_unknown_models_meshes_and_tiling_are_refused():
     vae = model("wan", torch.bfloat16, fast=False)
     with pytest.raises(TypeError, match="a mesh of type int"):
         distribute(vae, 4)
+    for wrong in (0, -1.0, "1", None, True):
+        with pytest.raises(ValueError, match="it needs a number of seconds above 0"):
+            distribute(vae, Lockstep(2), timeout=wrong)
+    for mesh, numbers in ((Lockstep, (2.5,)), (Lockstep, (True,)), (Fake, (0.5, 2)), (Fake, (2, 2))):
+        with pytest.raises(ValueError, match="it needs "):
+            mesh(*numbers)
     for wrong in ({"split": "depth"}, {"gather": "some"}, {"routes": "fast"}):
         with pytest.raises(ValueError, match="one of: "):
             distribute(vae, Lockstep(2), **wrong)

@@ -33,11 +33,12 @@ def test_two_ranks():
         ("list_dealt_out", "none"),
         ("one_raises",),
         ("refused_everywhere",),
+        ("refused_on_one",),
         ("with_other_tables",),
     ]
     first, second = run_ranks(on_ranks.in_turn, 2, calls)
     for rank, found in enumerate((first, second)):
-        bits, of_first, of_none, *lists, raised, refusals, tables = found
+        bits, of_first, of_none, *lists, raised, refusals, of_one, tables = found
         assert_bits(bits)
         assert (of_first, of_none) == (True, True)
         own = [None, True, None] if rank == 0 else [True, None, True]  # the largest clip goes first
@@ -47,6 +48,7 @@ def test_two_ranks():
         assert [text for text, _ in messages] == [reason] * 2
         assert go_on == [True, True]
         assert_refused(refusals)
+        assert_refused_on_one(of_one)
         assert tables.startswith("RanksDiffer: ranks must agree, and differ in measured tables: "), tables
 
 
@@ -79,6 +81,19 @@ if ALL:
 def assert_bits(found):
     assert isinstance(found, dict), found
     assert all(all(same) for same in found.values()), found
+
+
+def assert_refused_on_one(found):
+    messages, works_then = found
+    needed = (
+        "disable_tiling",
+        "differ in method: decode on rank 0, encode on rank 1",
+        "'str' object has no attribute",
+        "item 1 of the list is str",
+        "values of the input: ",
+    )
+    assert [part for part, text in zip(needed, messages, strict=True) if part not in text] == [], messages
+    assert works_then
 
 
 def assert_refused(found):

@@ -100,6 +100,7 @@ class DecodeStream:
         self._clip = Clip()
         self._running = threading.Lock()
         self.of_ranks: dict[int, DecodeStream] = {}  # of a distributed model whose ranks are threads
+        self._distribution: Any = None  # of the model when this clip began
 
     @property
     def cache(self) -> list | None:
@@ -123,7 +124,19 @@ class DecodeStream:
         if torch.compiler.is_compiling():
             return self.decode_alone(z)
         distribution = getattr(type(self.vae), "_turnout_distribution", None)
+        if distribution is not self._distribution:
+            if self._has_begun():
+                raise RuntimeError(
+                    "DecodeStream: the model was distributed, distributed otherwise, or restored since this "
+                    "clip began, and what is kept of its frames is that of other parts; call reset() to "
+                    "begin another clip"
+                )
+            self._distribution = distribution
+            self.of_ranks.clear()
         return self.decode_alone(z) if distribution is None else distribution.decode_in(self, z)
+
+    def _has_begun(self) -> bool:
+        return self._clip.begun or any(stream._clip.begun for stream in self.of_ranks.values())
 
     def decode_alone(self, z: Tensor) -> Tensor:
         """`decode` of what is given, also where the model is distributed."""
@@ -280,9 +293,15 @@ class DecodeStream:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: no graph, no lock, and of the clip what its caches can be computed from."""
+        if self._distribution is not None and self._has_begun():
+            raise RuntimeError(
+                "DecodeStream: a stream of a distributed model cannot be copied in the middle of a clip, of "
+                "which every rank holds its part; call reset(), or restore() the model before the clip begins"
+            )
         clip = self._clip._replace(model=None, steady=False)
         clip = clip._replace(cache=None) if clip.latents is not None else clip
-        return {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip, "of_ranks": {}}
+        state = {"vae": self.vae, "graph": self.graph, "captured": None, "_clip": clip}
+        return state | {"of_ranks": {}, "_distribution": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -27,16 +27,24 @@ def of_model(model: nn.Module) -> dict[str, str]:
     shapes = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in named)
     sampled = hashlib.sha256()
     for _, x in named:
-        if x.is_meta or not x.numel():
-            continue
-        step = max(1, x.numel() // SAMPLED)
-        values = x.detach().flatten()[::step][:SAMPLED].double().cpu()
-        sampled.update(repr(values.tolist()).encode())
+        sampled.update(_sample(x).encode())
     return {
         "class of the model": type(model).__name__,
         "weights": f"{len(named)} of them, {hashlib.sha256(shapes.encode()).hexdigest()[:12]}",
         "values of the weights": sampled.hexdigest()[:12],
     }
+
+
+def values_of(x: Tensor) -> str:
+    """A digest of some values."""
+    return hashlib.sha256(_sample(x).encode()).hexdigest()[:12]
+
+
+def _sample(x: Tensor) -> str:
+    if x.is_meta or not x.numel():
+        return ""
+    step = max(1, x.numel() // SAMPLED)
+    return repr(x.detach().flatten()[::step][:SAMPLED].double().cpu().tolist())
 
 
 def of_call(name: str, x: Tensor, device: torch.device) -> dict[str, str]:
@@ -48,7 +56,7 @@ def of_call(name: str, x: Tensor, device: torch.device) -> dict[str, str]:
         "shape and dtype": f"{list(x.shape)} {x.dtype}",
         "turnout": __version__,
         "torch": torch.__version__,
-        **{name: str(installed(name)) for name in ("triton", "numba", "numpy", "diffusers")},
+        **_packages(),
         "device": known.name,
         "measured tables": _digest(Tables.for_device(known)),
         "pins": repr(sorted(now.pins.items())),
@@ -57,6 +65,11 @@ def of_call(name: str, x: Tensor, device: torch.device) -> dict[str, str]:
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
         "threads": str(torch.get_num_threads()) if device.type == "cpu" else "",
     }
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    return {name: str(installed(name)) for name in ("triton", "numba", "numpy", "diffusers")}
 
 
 @functools.lru_cache(4)

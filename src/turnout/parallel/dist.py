@@ -7,6 +7,7 @@ say on the host (digests, failures) travels by the store through which torch.dis
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
 import pickle
@@ -25,7 +26,8 @@ from turnout.routing.torch_private import default_store
 PrefixStore: Any = dist.distributed_c10d.PrefixStore
 _POLL = 0.5  # seconds between looks at whether another rank has failed, while its answer is waited for
 _ROUNDS = 10**9  # more than anybody says between two failures
-_made = 0  # engines, which every rank makes in the same order
+# How many engines were made of these ranks, by each of them in the same order
+_made: collections.Counter[str] = collections.Counter()
 
 
 class Dist:
@@ -34,10 +36,14 @@ class Dist:
     is_alone, compares_all = False, False
 
     def __init__(self, mesh: DeviceMesh, timeout: float):
-        global _made
         if mesh.ndim != 1:
             raise ValueError(
                 f"a mesh of {mesh.ndim} dimensions {tuple(mesh.shape)}; it needs one: take mesh['name']"
+            )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.tolist()}; only these "
+                "call distribute"
             )
         self.mesh, self.timeout = mesh, timeout
         self.group = mesh.get_group()
@@ -46,9 +52,9 @@ class Dist:
         self._gloo: Any = None
         self._has_met = False
         self._said = 0
-        _made += 1
         members = "-".join(map(str, dist.get_process_group_ranks(self.group)))
-        self._store: Any = PrefixStore(f"turnout/{members}/{_made}", default_store())
+        _made[members] += 1
+        self._store: Any = PrefixStore(f"turnout/{members}/{_made[members]}", default_store())
         self._failed_key = "failed/0"
         self._failures = 0
 
@@ -86,26 +92,35 @@ class Dist:
 
     def agree(self, said: Any) -> list[Any]:
         self._said += 1
-        self._store.set(f"said/{self._said}/{self.rank}", pickle.dumps(said))
-        heard = [pickle.loads(self._hear(rank)) for rank in range(self.ranks)]
+        keys = [f"said/{self._said}/{rank}" for rank in range(self.ranks)]
+        self._store.set(keys[self.rank], pickle.dumps(said))
+        heard = [pickle.loads(each) for each in self._hear(keys)]
         if self._said > 2:  # all ranks have read what was said two rounds ago
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 self._store.delete_key(f"said/{self._said - 2}/{self.rank}")
         return heard
 
-    def _hear(self, rank: int) -> bytes:
-        key, end = f"said/{self._said}/{rank}", time.monotonic() + self.timeout
+    def _hear(self, keys: list[str]) -> list[bytes]:
+        """What the ranks say under these keys, once all have."""
+        end = time.monotonic() + self.timeout
         while True:
             left = max(0.001, min(_POLL, end - time.monotonic()))
             try:
-                self._store.wait([key], datetime.timedelta(seconds=left))
-                return self._store.get(key)
+                self._store.wait(keys, datetime.timedelta(seconds=left))
+                return self._store.multi_get(keys)
             except RuntimeError as failure:  # DistStoreError: not there yet, or the store is gone
                 self._raise_if_failed()
                 if time.monotonic() >= end:
                     raise RankFailed(
-                        f"rank {rank} did not answer within {self.timeout:g} s: {failure}"
+                        f"{self._silent(keys)} did not answer within {self.timeout:g} s: {failure}"
                     ) from failure
+
+    def _silent(self, keys: list[str]) -> str:
+        """Which ranks have said nothing."""
+        silent = []
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
+        return f"rank {', '.join(silent)}" if silent else "another rank"
 
     def fail(self, failure: BaseException) -> None:
         """Tell all ranks that this one has failed, and close what they may be waiting at."""

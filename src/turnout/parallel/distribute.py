@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any, Literal
-
-from torch import nn
 
 from turnout.models import patch
 from turnout.models.report import Entry, Report
@@ -13,7 +12,7 @@ from turnout.parallel.exchange import Engine
 from turnout.parallel.fake import Fake
 from turnout.parallel.fronts import Attention, Distributed, Whole
 from turnout.parallel.lockstep import Lockstep
-from turnout.parallel.vaes import known_parts, most_latents, refuse_noise, refuse_tiling
+from turnout.parallel.vaes import Known, known_parts, most_latents, refuse_noise, refuse_tiling
 
 SPLITS = ("auto", "height", "width", "batch")
 GATHERS = ("all", "first", "none")
@@ -75,19 +74,15 @@ def distribute(
     ...     torch.equal(vae.decode(z).sample, alone)
     True
     """
-    if split not in SPLITS:
-        raise ValueError(f"distribute: split {split!r}; one of: {', '.join(SPLITS)}")
-    if gather not in GATHERS:
-        raise ValueError(f"distribute: gather {gather!r}; one of: {', '.join(GATHERS)}")
-    if routes not in ROUTES:
-        raise ValueError(f"distribute: routes {routes!r}; one of: {', '.join(ROUTES)}")
-    known = known_parts(vae)
-    at_once = most_latents(vae, latents)
-    refuse_tiling(vae)
-    refuse_noise(vae)
-    distribution = Distribution(vae, _engine(mesh, timeout), split, gather, routes, at_once)
-    _take_fronts(vae)
-    distribution.meet()
+    engine = _engine(mesh, timeout)
+    try:
+        known, distribution = _agreed(vae, engine, split, gather, routes, latents)
+    except BaseException as failure:
+        if not isinstance(engine, Lockstep):
+            engine.fail(failure)  # or other ranks would wait for this one
+        raise
+    for module in vae.modules():
+        patch.take_front(module)
     report = Report()
     for path, module in vae.named_modules():
         name = type(module).__name__
@@ -106,7 +101,29 @@ def distribute(
     return report
 
 
-def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
+def _agreed(
+    vae: Any, engine: Lockstep | Engine, split: str, gather: str, routes: str, latents: Any
+) -> tuple[Known, Distribution]:
+    """What is known of the VAE, and how it is distributed, which all ranks have said alike."""
+    for name, given, accepted in (
+        ("split", split, SPLITS),
+        ("gather", gather, GATHERS),
+        ("routes", routes, ROUTES),
+    ):
+        if given not in accepted:
+            raise ValueError(f"distribute: {name} {given!r}; one of: {', '.join(accepted)}")
+    known = known_parts(vae)
+    at_once = most_latents(vae, latents)
+    refuse_tiling(vae)
+    refuse_noise(vae)
+    distribution = Distribution(vae, engine, split, gather, routes, at_once)
+    distribution.meet()
+    return known, distribution
+
+
+def _engine(mesh: Any, timeout: Any) -> Lockstep | Engine:
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout < inf:
+        raise ValueError(f"distribute: timeout {timeout!r}; it needs a number of seconds above 0")
     if isinstance(mesh, Lockstep | Fake):
         return mesh
     from torch.distributed.device_mesh import DeviceMesh
@@ -119,8 +136,3 @@ def _engine(mesh: Any, timeout: float) -> Lockstep | Engine:
         f"distribute: a mesh of type {type(mesh).__name__}; "
         "it needs a torch.distributed.DeviceMesh of one dimension"
     )
-
-
-def _take_fronts(vae: nn.Module) -> None:
-    for module in vae.modules():
-        patch.take_front(module)

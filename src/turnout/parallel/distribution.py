@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from turnout.parallel.lockstep import Lockstep
 from turnout.parallel.mode import SplitMode
 from turnout.parallel.part_calls import same_bits
 from turnout.parallel.split import Split, routes_of_parts
-from turnout.parallel.vaes import refuse_captured, refuse_tiling, why_whole
+from turnout.parallel.vaes import refuse_captured, refuse_compiled, refuse_swapped, refuse_tiling, why_whole
 from turnout.routing import settings
 from turnout.routing.op import TurnoutWarning
 
@@ -47,17 +48,34 @@ class Distribution:
         # kinds of calls: whether samples by themselves have the bits of all together
         self.alike: dict[tuple, bool] = {}
         self.warned = False
+        self._running = threading.Lock()
 
     def meet(self) -> None:
         """Compare models before anything is changed."""
         if not isinstance(self.engine, Lockstep):
-            with self._ended_everywhere(self.engine):
-                agreement.compare(self.engine, {**self.model, **self.how})
+            agreement.compare(self.engine, {**self.model, **self.how})
 
     def call(self, vae: Any, name: str, x: Any, run: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`vae.decode` or `vae.encode` of the whole x; `run` is what would run without a distribution."""
-        with self._preferring(vae):
+        refuse_compiled()
+        with self._one_call(vae):
             return self._call(vae, name, x, run, args, kwargs)
+
+    @contextlib.contextmanager
+    def _one_call(self, vae: nn.Module) -> Iterator[None]:
+        """Around a call on all ranks: what it raises on one of them is raised on all, and no other call runs
+        meanwhile, whose messages would be taken for those of this one."""
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "another call of this distributed model is running, in another thread or around the hook "
+                "that made this one; ranks make one call after the other: wait for it"
+            )
+        try:
+            with self._preferring(vae), self._ended_everywhere():
+                refuse_captured(vae)
+                yield
+        finally:
+            self._running.release()
 
     def _preferring(self, vae: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Inside this block a call takes the routes that this distribution wants, however it is computed."""
@@ -100,30 +118,29 @@ class Distribution:
 
             return self._dealt_out(engine, vae, name, clips, compute)
 
-        refuse_captured(vae)
         if not isinstance(engine, Lockstep):
             return on_rank(engine)
-        results = self._in_lockstep(engine, on_rank)
+        results = self._in_lockstep(engine, vae, on_rank)
         return results if of_all_ranks else results[0]
 
     def _dealt_out(
         self, engine: Engine, vae: Any, name: str, clips: Sequence[Tensor], compute: Callable[[Tensor], Any]
     ) -> list[Any]:
-        with self._ended_everywhere(engine):
-            refuse_tiling(vae)
-            listed = ", ".join(f"{list(clip.shape)} {clip.dtype}" for clip in clips)
-            self._agree(engine, name, clips[0], f"a list of clips dealt out: {listed}")
-            engine.begin()
-            owners = deal([clip.numel() for clip in clips], self.ranks)
-            own = {i: compute(clips[i]) for i, owner in enumerate(owners) if owner == engine.rank}
-            if self.gather == "none":
-                results = [own.get(i) for i in range(len(clips))]
-            else:
-                results = gather_results(engine, own, owners, self.gather, clips)
-            engine.agree("done")
-            return results
+        refuse_tiling(vae)
+        listed = ", ".join(f"{list(clip.shape)} {clip.dtype}" for clip in clips)
+        self._agree(engine, name, clips[0], f"a list of clips dealt out: {listed}")
+        engine.begin()
+        owners = deal([clip.numel() for clip in clips], self.ranks)
+        own = {i: compute(clips[i]) for i, owner in enumerate(owners) if owner == engine.rank}
+        if self.gather == "none":
+            results = [own.get(i) for i in range(len(clips))]
+        else:
+            results = gather_results(engine, own, owners, self.gather, clips)
+        engine.agree("done")
+        return results
 
-    def _in_lockstep(self, engine: Lockstep, on_rank: Callable[[Any], Any]) -> list[Any]:
+    def _in_lockstep(self, engine: Lockstep, vae: nn.Module, on_rank: Callable[[Any], Any]) -> list[Any]:
+        refuse_swapped(vae)
         try:
             return engine.run(on_rank)
         except BaseException:
@@ -132,7 +149,8 @@ class Distribution:
 
     def decode_in(self, stream: Any, z: Any) -> Any:
         """`DecodeStream.decode` of the whole z."""
-        with self._preferring(stream.vae):
+        refuse_compiled()
+        with self._one_call(stream.vae):
             return self._decode_in(stream, z)
 
     def _decode_in(self, stream: Any, z: Any) -> Any:
@@ -153,7 +171,6 @@ class Distribution:
     def _run(
         self, vae: Any, name: str, x: Tensor, whole: Callable[[], Any], on_part: Callable[[int, Tensor], Any]
     ) -> Any:
-        refuse_captured(vae)
         engine = self.engine
         if not isinstance(engine, Lockstep):
             return self._on_rank(engine, vae, name, x, whole, on_part)
@@ -162,7 +179,9 @@ class Distribution:
         if why is not None:
             self._warn(why)
             return whole()
-        results = self._in_lockstep(engine, lambda rank: self._on_rank(rank, vae, name, x, whole, on_part))
+        results = self._in_lockstep(
+            engine, vae, lambda rank: self._on_rank(rank, vae, name, x, whole, on_part)
+        )
         return results if self.gather == "none" else results[0]
 
     def _on_rank(
@@ -174,31 +193,30 @@ class Distribution:
         whole: Callable[[], Any],
         on_part: Callable[[int, Tensor], Any],
     ) -> Any:
-        with self._ended_everywhere(engine):
-            refuse_tiling(vae)
-            why = why_whole(vae, x)
-            how = None if why else self._batch(engine, vae, name, x, whole, on_part)
-            cut = None if why or how else self.cuts.best(vae, name, x)
-            if isinstance(cut, str):
-                why = cut
-            if why is not None:
-                self._agree(engine, name, x, why)
-                self._warn(why)
-                result = whole()
-            elif how is not None:
-                result = how()
-            else:
-                assert isinstance(cut, Cut)
-                self._agree(engine, name, x, f"along {cut.axis}")
-                engine.begin()
-                split = self._split(engine, cut)
-                assert split.settings is not None
-                own = split.exchange.own(x).clone()
-                with settings.entering(split.settings), SplitMode(split):
-                    result = on_part(engine.rank, own)
-                result = map_tensors(result, lambda part: self._gathered(part, split.exchange))
-            engine.agree("done")
-            return result
+        refuse_tiling(vae)
+        why = why_whole(vae, x)
+        how = None if why else self._batch(engine, vae, name, x, whole, on_part)
+        cut = None if why or how else self.cuts.best(vae, name, x)
+        if isinstance(cut, str):
+            why = cut
+        if why is not None:
+            self._agree(engine, name, x, why)
+            self._warn(why)
+            result = whole()
+        elif how is not None:
+            result = how()
+        else:
+            assert isinstance(cut, Cut)
+            self._agree(engine, name, x, f"along {cut.axis}")
+            engine.begin()
+            split = self._split(engine, cut)
+            assert split.settings is not None
+            own = split.exchange.own(x).clone()
+            with settings.entering(split.settings), SplitMode(split):
+                result = on_part(engine.rank, own)
+            result = map_tensors(result, lambda part: self._gathered(part, split.exchange))
+        engine.agree("done")
+        return result
 
     def _batch(
         self,
@@ -247,13 +265,13 @@ class Distribution:
         return None
 
     @contextlib.contextmanager
-    def _ended_everywhere(self, engine: Engine) -> Iterator[None]:
-        """A failure of this rank is told to all that may wait for it."""
+    def _ended_everywhere(self) -> Iterator[None]:
+        """A failure of this rank is told to all that may wait for it; of threads the step tells it."""
         try:
             yield
         except BaseException as failure:
-            engine.fail(failure)
             if not isinstance(self.engine, Lockstep):
+                self.engine.fail(failure)
                 self._forget()
             raise
 
@@ -264,11 +282,13 @@ class Distribution:
         self.alike.clear()
 
     def _agree(self, engine: Engine, name: str, x: Tensor, computed: str) -> None:
+        """Compare what decides about a call, and some values of its input when it is the first of its kind:
+        to read them takes waiting for the device."""
         said = {**agreement.of_call(name, x, x.device), "computed": computed}
         key = (engine.rank, *said.values())
-        if key not in self.agreed:
-            agreement.compare(engine, said)
-            self.agreed.add(key)
+        values = {} if key in self.agreed else {"values of the input": agreement.values_of(x)}
+        agreement.compare(engine, {**said, **values})
+        self.agreed.add(key)
 
     def _split(self, engine: Engine, cut: Cut) -> Split:
         """The plan of a rank, which is kept: what was compared once is known."""

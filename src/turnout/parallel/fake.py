@@ -27,8 +27,8 @@ class Fake:
     is_alone, compares_all = True, False
 
     def __init__(self, rank: int, ranks: int):
-        if not 0 <= rank < ranks:
-            raise ValueError(f"Fake: rank {rank} of {ranks}, it needs one from 0 to {ranks - 1}")
+        if type(rank) is not int or type(ranks) is not int or not 0 <= rank < ranks:
+            raise ValueError(f"Fake: rank {rank!r} of {ranks!r}, it needs numbers, 0 to one less than ranks")
         self.rank, self.ranks = rank, ranks
         self.messages: list[int] = []
 

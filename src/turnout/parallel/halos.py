@@ -13,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from turnout import ops
 from turnout.parallel.exchange import EDGES, Exchange, Halo
 from turnout.parallel.layout import dense, empty_resized, fill_edge, strides_resized
+from turnout.routing.torch_private import without_function_modes
 
 
 class Halos:
@@ -65,7 +66,8 @@ class Halos:
         if axis != 5 + self.exchange.axis:
             return False
         if edge:
-            self.exchange.fill_halo(body, edge, edge, before=edge, after=edge, edge=EDGES[mode])
+            with without_function_modes():  # this is not stock code
+                self.exchange.fill_halo(body, edge, edge, before=edge, after=edge, edge=EDGES[mode])
         return True
 
     def is_bordered(self, buffer: Tensor, edges: tuple[int, int], mode: str) -> None:

@@ -34,8 +34,8 @@ class Lockstep:
     """
 
     def __init__(self, ranks: int, *, timeout: float = 600.0):
-        if ranks < 1:
-            raise ValueError(f"Lockstep: {ranks} ranks, it needs at least 1")
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ValueError(f"Lockstep: {ranks!r} ranks, it needs a number of at least 1")
         self.ranks, self.timeout = ranks, timeout
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from turnout.models.state import REPLAYS
 
 LATENTS = 4  # of Wan 2.1 at 480 x 832, four fill eight H200 as far as frames are small: see docs/guides
+_SWAPPING = ("_hf_hook", "_diffusers_hook")  # attributes of modules with hooks of accelerate, of diffusers
 _AUTOENCODERS = "diffusers.models.autoencoders"
 
 
@@ -82,9 +83,28 @@ def refuse_noise(vae: nn.Module) -> None:
             )
 
 
-def refuse_captured(vae: Any) -> None:
+def refuse_compiled() -> None:
     if torch.compiler.is_compiling():
         raise RuntimeError("a distributed model cannot be compiled from outside; restore() it first")
+
+
+def refuse_swapped(vae: nn.Module) -> None:
+    """Ranks that are threads share the modules: one would take away what another one computes with."""
+    for path, module in vae.named_modules():
+        if path and not vars(module).keys().isdisjoint(_SWAPPING):
+            raise ValueError(
+                f"weights of {path} come and go around its calls (offloading, layerwise casting), and ranks "
+                "in lockstep share them; use processes, each with a model of its own"
+            )
+
+
+def refuse_captured(vae: Any) -> None:
+    for module in vae.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            raise ValueError(
+                f"a distributed model cannot have compiled parts, and {type(module).__name__} is compiled: "
+                "the program would keep the part of one rank; use the module as it was before"
+            )
     if REPLAYS in vars(vae):
         raise ValueError(
             "a distributed model is not captured in CUDA graphs; call accelerate(vae) without graph=True"
