@@ -143,6 +143,8 @@ class State:
             return
         if isinstance(value, dict):
             self._dicts.append(value)
+            if isinstance(value, collections.OrderedDict):  # whose order is not that of a dict's entries
+                self._sequences.append(value)
         elif not isinstance(value, tuple | frozenset):  # those stay what they are
             self._sequences.append(value.values() if isinstance(value, types.MappingProxyType) else value)
         if isinstance(value, dict | types.MappingProxyType):
