@@ -11,7 +11,7 @@ import torch
 import turnout
 from tests.models.played import Recorded, play_graphs
 from tests.replays.graphed import Graphed, Small
-from turnout.models import replays as replays_module
+from turnout.models import replayed_arguments
 from turnout.routing.precision import strict_float32
 
 
@@ -50,7 +50,7 @@ def graphed(device):
 def carried(request, monkeypatch):
     """Whether the caches of a call are copied into graphs, or are read and written where they lie."""
     if request.param == "in place":
-        monkeypatch.setattr(replays_module, "MOST_CARRIED", 0)
+        monkeypatch.setattr(replayed_arguments, "MOST_CARRIED", 0)
     return request.param == "carried"
 
 

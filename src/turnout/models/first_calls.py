@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from turnout.launch import launcher
-from turnout.models import bare, replays
+from turnout.models import bare, replayed_arguments, replays
 from turnout.routing import settings
 from turnout.routing.device import Device
 from turnout.routing.fallback import autocasting
@@ -186,8 +186,8 @@ def _reasons(call: _Call) -> Iterator[str]:
     for path, module in call.model.named_modules():
         yield from _reasons_of(path, module)
     try:
-        replays.Arguments(call.args, call.kwargs, _device(call.model))
-    except replays.Refused as refused:
+        replayed_arguments.Arguments(call.args, call.kwargs, _device(call.model))
+    except replayed_arguments.Refused as refused:
         yield f"arguments that cannot be planned with ({refused})"
 
 

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import dataclasses
-import enum
-import itertools
 import pickle
 import random
 import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,15 +28,15 @@ from torch import Tensor, nn
 
 from turnout.models import graphs, sdpa
 from turnout.models.diffusers_private import active_attention_backend
+from turnout.models.replayed_arguments import Arguments, Buffers, Refused, is_cache, walked
+from turnout.models.replayed_outputs import Outputs
 from turnout.models.snapshot import ModelSnapshot, remembered_tensors
-from turnout.models.state import PLAIN_TENSORS
 from turnout.routing import fallback, settings
 from turnout.routing.op import TurnoutWarning
 from turnout.routing.precision import get_precision
 from turnout.routing.torch_private import (
     GLOBAL_HOOKS,
     attention_order,
-    copy_all,
     in_function_mode,
     kernel_flags,
     storage_id,
@@ -49,363 +46,6 @@ from turnout.routing.torch_private import (
 MOST_GRAPHS = 8  # of one model; the one that was used least recently goes
 _MOST_SEEN = 256  # calls of one model of which it is known that they came once, or cannot be captured
 _MOST_CHANGES = 16  # of a model, one after the other, with no replay between: then no more is captured
-MOST_CARRIED = 2**26  # bytes of a cache that is copied into a graph and back, 0.1 ms of an H200's memory
-_MOST_VALUES = 64  # elements of a tensor on the host whose values tell one call from another
-
-
-_PLAIN_TENSORS = frozenset(PLAIN_TENSORS)
-
-
-class Refused(Exception):
-    """Why a call is not captured."""
-
-
-# -- arguments ---------------------------------------------------------------------------------------------
-
-
-class Arguments:
-    """The arguments of a call: a key that is equal for calls alike, and what a graph replaces.
-
-    tensors: those that are copied into a graph, each once. caches: objects that a call goes on with and
-    writes to. The tensors of small ones are among `tensors`, at `carried`, and are copied back; those of
-    large ones, `states`, are read and written where they lie.
-    """
-
-    def __init__(self, args: tuple, kwargs: dict[str, Any], device: torch.device):
-        self.args, self.kwargs, self.device = args, kwargs, device
-        self.tensors: list[Tensor] = []
-        self.caches: list[Any] = []
-        self.carried: list[int] = []
-        self.states: list[Tensor] = []
-        self.containers: set[int] = set()  # ids of those that can be written to
-        self._in_place: set[int] = set()
-        self._places: dict[int, int] = {}
-        self.key = self._key(args), self._key(kwargs)
-
-    def _key(self, value: Any) -> Any:
-        cls = type(value)
-        if cls in PLAIN_TENSORS:
-            return self._tensor(value)
-        if cls in _BY_VALUE:
-            return cls, value
-        if cls is float:
-            return cls, value.hex()
-        if cls in (list, dict):
-            self.containers.add(id(value))
-        if cls in (tuple, list):
-            return cls, *map(self._key, value)
-        if cls is dict:
-            return cls, *((self._key(name), self._key(each)) for name, each in value.items())
-        if isinstance(value, enum.Enum):
-            return cls, value.name
-        if isinstance(value, tuple) and hasattr(cls, "_fields"):
-            return cls, *map(self._key, value)
-        if _is_cache(value):
-            return self._cache(value)
-        raise Refused(f"an argument of type {cls.__name__}, graphs need tensors, plain values and caches")
-
-    def _tensor(self, x: Tensor) -> Any:
-        place = self._places.get(id(x))
-        if place is not None:
-            return "same", place
-        if x.layout is not torch.strided or x.is_conj() or x.is_neg():
-            raise Refused(f"a tensor of layout {x.layout}, or one that is lazily conjugated or negated")
-        if x.device != self.device:
-            if x.device.type != "cpu" or x.numel() > _MOST_VALUES:
-                raise Refused(f"a tensor {list(x.shape)} on {x.device} for a model on {self.device}")
-            return "values", x.shape, x.dtype, repr(x.detach().tolist())
-        self._places[id(x)] = len(self.tensors)
-        self.tensors.append(x)
-        return "tensor", x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-
-    def _cache(self, value: Any) -> Any:
-        self.caches.append(value)
-        held: list[Tensor] = []
-        structure = _walked(value, held)
-        if sum(x.nbytes for x in held) > MOST_CARRIED:
-            self._in_place.add(id(value))
-            self.states += held
-            return "cache", structure, *((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device) for x in held)
-        layouts = [self._tensor(x) for x in held]
-        self.carried += [self._places[id(x)] for x in held if id(x) in self._places]
-        return "carried cache", structure, *layouts
-
-    def is_same_after(self) -> bool:
-        """Whether the call has changed nothing but values in its tensors: no container, no cache's memory."""
-        now = Arguments(self.args, self.kwargs, self.device)
-        return now.key == self.key and list(map(id, now.tensors)) == list(map(id, self.tensors))
-
-    def with_tensors(self, tensors: list[Tensor]) -> tuple[tuple, dict[str, Any], list[Any]]:
-        """The arguments with others in the place of `tensors`, in containers and caches of their own, and
-        these caches."""
-        memo: Any = {key: tensors[place] for key, place in self._places.items()}
-        caches: list[Any] = []
-
-        def replaced(value: Any) -> Any:
-            cls = type(value)
-            if cls in PLAIN_TENSORS:
-                place = self._places.get(id(value))
-                return value.detach().clone() if place is None else tensors[place]
-            if cls in (tuple, list):
-                return cls(map(replaced, value))
-            if cls is dict:
-                return {name: replaced(each) for name, each in value.items()}
-            if _is_cache(value):
-                caches.append(value if id(value) in self._in_place else copy.deepcopy(value, memo))
-                return caches[-1]
-            return (
-                cls(*map(replaced, value)) if isinstance(value, tuple) and hasattr(cls, "_fields") else value
-            )
-
-        return replaced(self.args), replaced(self.kwargs), caches
-
-
-_BY_VALUE = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        str,
-        bytes,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-        torch.memory_format,
-        torch.layout,
-        type(Ellipsis),
-    }
-)
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether a value is a cache of transformers, whose tensors are written in place at fixed addresses."""
-    module = sys.modules.get("transformers.cache_utils")
-    return module is not None and isinstance(value, module.Cache)
-
-
-def _walked(value: Any, tensors: list[Tensor]) -> tuple:
-    """What a cache holds, but for its tensors; `tensors` gets those."""
-    found: list[Any] = []
-    pending, seen = [value], set[int]()
-    while pending:
-        each = pending.pop()
-        cls = type(each)
-        found.append(cls)
-        if cls is dict:
-            found += each
-            inside = each.values()
-        elif cls in (list, tuple):
-            found.append(len(each))
-            inside = each
-        elif isinstance(getattr(each, "__dict__", None), dict) and not callable(each):
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            found += vars(each)
-            inside = vars(each).values()
-        else:
-            raise Refused(f"a cache that holds a {cls.__name__}")
-        for x in inside:  # most are these, for which there is no need to wait
-            kind = type(x)
-            found.append(kind)
-            if kind in _BY_VALUE or kind is float:
-                found.append(x)
-            elif kind in _PLAIN_TENSORS:
-                tensors.append(x)
-            else:
-                pending.append(x)
-    return tuple(found)
-
-
-class Distinct:
-    """The elements of some tensors that are places of their own in memory: one step of each expanded axis."""
-
-    def __init__(self, like: list[Tensor]):
-        self._parts: list[tuple[int, list[int], tuple[int, ...]]] = []
-        for i, x in enumerate(like):
-            layout = zip(x.shape, x.stride(), strict=True)
-            sizes = [1 if stride == 0 else size for size, stride in layout]
-            reach = 1
-            for stride, size in sorted(
-                (n, size) for n, size in zip(x.stride(), sizes, strict=True) if size > 1
-            ):
-                if stride < reach:
-                    given = f"a tensor {list(x.shape)} of strides {list(x.stride())}"
-                    raise Refused(f"{given}, which overlaps itself")
-                reach += stride * (size - 1)
-            if sizes != list(x.shape):
-                self._parts.append((i, sizes, x.stride()))
-
-    def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Those elements of tensors with the same layouts."""
-        if not self._parts:
-            return tensors
-        found = list(tensors)
-        for i, sizes, strides in self._parts:
-            found[i] = found[i].as_strided(sizes, strides)
-        return found
-
-
-class Buffers:
-    """Memory for the tensors of a call, from which a graph reads them."""
-
-    def __init__(self, like: list[Tensor]):
-        self._distinct = Distinct(like)
-        self.tensors = [graphs.buffer_like(x) for x in like]
-        self._written = self._distinct.of(self.tensors)
-        self.fill(like)
-
-    def fill(self, given: list[Tensor]) -> None:
-        """Copy in the tensors of a call."""
-        if given:
-            copy_all(self._written, self._distinct.of(given))
-
-    def give_back(self, given: list[Tensor], places: list[int]) -> None:
-        """Copy out to those tensors of a call that it has written into."""
-        if places:
-            into = self._distinct.of(given)
-            copy_all([into[i] for i in places], [self._written[i] for i in places])
-
-    def versions(self) -> list[int]:
-        return [x._version for x in self.tensors]
-
-
-# -- outputs -----------------------------------------------------------------------------------------------
-
-
-class Outputs:
-    """What a call returned: its structure, and the tensors in it that the caller is to have of his own.
-
-    given, caches: the arguments that may be among it. foreign: storages of which no view may be.
-    containers: ids of the arguments' own.
-    """
-
-    def __init__(
-        self,
-        value: Any,
-        given: list[Tensor],
-        caches: list[Any],
-        foreign: Iterable[int] = (),
-        containers: Iterable[int] = (),
-    ):
-        self.tensors: list[Tensor] = []
-        self._given = {id(x): i for i, x in enumerate(given)}
-        self._caches = {id(x): i for i, x in enumerate(caches)}
-        self._foreign = {*foreign, *map(storage_id, given)}
-        self._places: dict[int, int] = {}
-        self._containers = set(containers)
-        self.spec = self._describe(value)
-        _check_disjoint(self.tensors)
-        self._distinct = Distinct(self.tensors)
-        self._written = self._distinct.of(self.tensors)
-        self.layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in self.tensors]
-
-    def _describe(self, value: Any) -> Any:
-        cls = type(value)
-        if id(value) in self._given:
-            return "given", self._given[id(value)]
-        if id(value) in self._caches:
-            return "cache", self._caches[id(value)]
-        if id(value) in self._places:
-            return "tensor", self._places[id(value)]
-        if cls in PLAIN_TENSORS:
-            if value.requires_grad or value.layout is not torch.strided or value.is_conj() or value.is_neg():
-                raise Refused("it returns a tensor that graphs cannot copy")
-            if storage_id(value) in self._foreign:
-                raise Refused("it returns a view of an argument or of a weight")
-            self._places[id(value)] = len(self.tensors)
-            self.tensors.append(value)
-            return "tensor", len(self.tensors) - 1
-        if cls in _BY_VALUE or cls is float:
-            return "value", value
-        if cls is list or isinstance(value, dict):
-            if id(value) in self._containers:
-                raise Refused("it returns a container twice, or one of its arguments")
-            self._containers.add(id(value))
-        if cls in (tuple, list) or (isinstance(value, tuple) and hasattr(cls, "_fields")):
-            return "sequence", cls, *map(self._describe, value)
-        if isinstance(value, dict) and cls is dict:
-            return "dict", *((self._describe(name), self._describe(each)) for name, each in value.items())
-        if isinstance(value, dict) and dataclasses.is_dataclass(value) and _has_its_fields_alone(value):
-            return "mapping", cls, *((name, self._describe(each)) for name, each in value.items())
-        raise Refused(
-            f"it returns a {cls.__name__}, graphs need tensors, plain values and containers of them"
-        )
-
-    def is_like(self, other: Outputs) -> bool:
-        return self.spec == other.spec and self.layouts == other.layouts
-
-    def allocated(self) -> list[Tensor]:
-        """Memory for the tensors of one call."""
-        return [
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in self.tensors
-        ]
-
-    def copy_to(self, tensors: list[Tensor]) -> None:
-        """Give a caller what is in the tensors."""
-        if tensors:
-            copy_all(self._distinct.of(tensors), self._written)
-
-    def handed_out(self, tensors: list[Tensor], call: Arguments) -> Any:
-        """The outputs of a call, with these tensors; what it returned of its arguments is the caller's."""
-        return _built(self.spec, tensors, call)
-
-
-def _has_its_fields_alone(value: Any) -> bool:
-    """Whether an output of a library holds nothing but what its class declares."""
-    return vars(value).keys() <= {each.name for each in dataclasses.fields(value)}
-
-
-def _check_disjoint(tensors: list[Tensor]) -> None:
-    """Raise `Refused` where one tensor may lie in the memory of another: copies would not."""
-    spans: dict[int, list[tuple[int, int, Tensor]]] = {}
-    for x in tensors:
-        if x.numel():
-            reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-            begin, end = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
-            spans.setdefault(storage_id(x), []).append((begin, end, x))
-    for shared in spans.values():
-        shared.sort(key=lambda span: span[:2])
-        for (begin, end, x), (next_begin, _, y) in itertools.combinations(shared, 2):
-            if next_begin < end and not _are_parts_of_one(x, y, (next_begin - begin) // x.element_size()):
-                raise Refused("it returns tensors that share memory")
-
-
-def _are_parts_of_one(x: Tensor, y: Tensor, offset: int) -> bool:
-    """Whether two tensors are parts of one along an axis, as `chunk` makes them. offset: elements from x to
-    y."""
-    if x.stride() != y.stride() or x.dtype is not y.dtype:
-        return False
-    layout = list(zip(map(max, zip(x.shape, y.shape, strict=True)), x.stride(), strict=True))
-    for axis, (_, step) in enumerate(layout):
-        others = [(size, stride) for i, (size, stride) in enumerate(layout) if i != axis and size > 1]
-        inner = sum((size - 1) * stride for size, stride in others if stride < step)
-        outer = [stride for _, stride in others if stride >= step]
-        begins_behind = step > 0 and offset % step == 0 and x.shape[axis] * step <= offset
-        ends_before = all(offset + y.shape[axis] * step <= stride for stride in outer)
-        if begins_behind and ends_before and inner < step:
-            return True
-    return False
-
-
-def _built(spec: tuple, tensors: list[Tensor], call: Arguments) -> Any:
-    kind, *rest = spec
-    if kind == "tensor":
-        return tensors[rest[0]]
-    if kind == "value":
-        return rest[0]
-    if kind == "given":
-        return call.tensors[rest[0]]
-    if kind == "cache":
-        return call.caches[rest[0]]
-    if kind == "dict":
-        return {_built(name, tensors, call): _built(each, tensors, call) for name, each in rest}
-    cls, *inner = rest
-    if kind == "mapping":
-        return cls(**{name: _built(each, tensors, call) for name, each in inner})
-    values = [_built(each, tensors, call) for each in inner]
-    return cls(*values) if hasattr(cls, "_fields") else cls(values)
-
 
 # -- settings ----------------------------------------------------------------------------------------------
 
@@ -550,7 +190,7 @@ class Replays:
         try:
             return run(*args, **kwargs)
         except torch.OutOfMemoryError:
-            if not self.graphs or any(map(_is_cache, (*args, *kwargs.values()))):
+            if not self.graphs or any(map(is_cache, (*args, *kwargs.values()))):
                 raise
             with self._lock:
                 self._drop_graphs()
@@ -784,7 +424,7 @@ class Replays:
             raise Refused("it changes a container among its arguments, or a cache grows, moves or counts")
         for ours, theirs in zip(caches, call.caches, strict=True):
             held: list[Tensor] = []
-            same = ours is theirs or _walked(ours, held) == _walked(theirs, [])
+            same = ours is theirs or walked(ours, held) == walked(theirs, [])
             if not same or not {id(x) for x in held} <= {id(x) for x in buffers.tensors}:
                 vars(theirs).update(vars(ours))  # the caller's goes on with what the run has made of the copy
                 raise Refused("a cache grows, moves or counts")
