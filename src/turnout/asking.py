@@ -36,7 +36,7 @@ def explain(
     ('reference', 'device cpu, this route needs a GPU')
     """
     called_op, arguments = lower(op, *args, **kwargs)
-    named = Device.named(str(device)) if isinstance(device, (str, torch.device)) else device
+    named = device if device is None or isinstance(device, Device) else Device.named(str(device))
     return called_op.explain(arguments, named)
 
 

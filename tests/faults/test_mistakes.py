@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import turnout
 from tests.faults.public_calls import CALLS
 from turnout.ops.upsample_conv2d import UPSAMPLE_CONV2D
+from turnout.parallel import Lockstep
 from turnout.routing.device import Device
 from turnout.routing.public import PUBLIC
 
@@ -114,3 +115,36 @@ def test_values_that_are_accepted_are_still_listed():
     x = torch.ones(1, 2, 4)
     with pytest.raises(ValueError, match=r"activation is 1\.5, it needs to be None or 'silu'"):
         turnout.causal_conv1d(x, torch.ones(2, 3), activation=1.5)
+
+
+A, B = torch.ones(8), torch.ones(8)
+MODEL, PICTURE = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)), torch.ones(1, 3, 8, 8)
+ASKED = [
+    (lambda: turnout.accelerate("a/folder"), "str is neither an nn.Module .* load the model first"),
+    (lambda: turnout.accelerate(torch.nn.Conv2d), "Conv2d is neither an nn.Module"),
+    (lambda: turnout.explain("dot", A, B, device=3), "device '3' is not known"),
+    (lambda: turnout.explain("dot", [1.0], B), r"dot: a is \[1.0\], it needs to be a Tensor"),
+    (lambda: turnout.explain("dot", A), "dot: missing a required argument: 'b'; it takes a, b"),
+    (
+        lambda: turnout.explain("conv2d", A, B, paddin=1),
+        "unexpected keyword argument 'paddin'; it takes .*padding",
+    ),
+    (lambda: turnout.pin(dot=["as-dot"]), r"op dot has no route \['as-dot'\]; one of"),
+    (lambda: turnout.numerics(None), "numerics level None is not known"),
+    (lambda: turnout.tune("dot", budget="1"), "budget '1' seconds, it needs to be more than 0"),
+    (lambda: turnout.tune("dot", device="h200"), "device 'h200' is not one of this machine's"),
+    (lambda: turnout.tune(during=3), "during is 3, it needs to be a function"),
+    (lambda: turnout.tune(None, A, B), "the arguments of a call and no op"),
+    (lambda: turnout.tune("dot", [1.0], [2.0], progress=False), r"dot: a is \[1.0\]"),
+    (lambda: turnout.tune("dot", A.to("meta"), B.to("meta"), progress=False), "a tensor on meta"),
+    (lambda: turnout.warm(MODEL, PICTURE, device=3), "device '3' is not known"),
+    (lambda: turnout.warm(MODEL, PICTURE, device="h200", dtype="int32"), "a model runs in bfloat16"),
+    (lambda: turnout.warm(MODEL, PICTURE, device="h200", jobs="2"), "jobs is '2'"),
+    (lambda: Lockstep("2"), "'2' ranks, it needs"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), ASKED, ids=[message for _, message in ASKED])
+def test_functions_on_models_and_routes_name_what_is_wrong(ask, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ask()

@@ -64,7 +64,7 @@ def explain(
         verdict = ask(op, **arguments, device=card)
     except TypeError as mistake:
         example = f"turnout explain {op} --{next(iter(parameters))} 1,4096 ..."
-        raise ValueError(f"{op}: {mistake}; it takes {', '.join(parameters)}: {example}") from mistake
+        raise ValueError(f"{mistake}: {example}") from mistake
     print(verdict.json() if json else verdict)
 
 

@@ -23,7 +23,8 @@ from turnout.routing.case import Case, copies
 from turnout.routing.choose import REFERENCE, plain
 from turnout.routing.device import Device
 from turnout.routing.dispatch_cache import forget_choices
-from turnout.routing.fallback import blocked
+from turnout.routing.fallback import Blocked, blocked
+from turnout.routing.names import device_here as torch_device_named
 from turnout.routing.op import OPS, Op, TurnoutWarning, watched, without_autocast
 from turnout.routing.public import Lowered, lower, op_named
 from turnout.routing.route import Config, Route
@@ -66,8 +67,12 @@ def tune(
     >>> [row.op for row in rows]
     ['conv2d']
     """
-    if not budget > 0:  # nor NaN
-        raise ValueError(f"budget {budget} seconds, it needs to be more than 0")
+    if not isinstance(budget, (int, float)) or not budget > 0:  # nor NaN
+        raise ValueError(f"budget {budget!r} seconds, it needs to be more than 0")
+    if op is None and (args or kwargs):
+        raise TypeError("tune was given the arguments of a call and no op: tune('dot', a, b)")
+    if during is not None and not callable(during):
+        raise TypeError(f"during is {during!r}, it needs to be a function: during=lambda: model(x)")
     if during is not None:
         if args or kwargs:
             raise TypeError(
@@ -80,11 +85,9 @@ def tune(
         called, call_args = _as_run(lower(op, *args, **kwargs))  # pyright: ignore[reportArgumentType]
         calls = [(called, called.name, lambda: call_args)]
     else:
-        device_here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = torch_device_named(None if device is None else str(device))
         cases = [(o, case) for o in _ops_named(op) for case in o.cases()]
-        calls = [
-            (o, f"{o.name} {case}", functools.partial(_case_args, o, case, device_here)) for o, case in cases
-        ]
+        calls = [(o, f"{o.name} {case}", functools.partial(_case_args, o, case, place)) for o, case in cases]
     rows: list[Row] = []
     end = time.perf_counter() + budget
     with _progress(len(calls), progress) as step:
@@ -112,7 +115,10 @@ def _case_args(op: Op, case: Case, device: torch.device) -> tuple:
 
 def _as_run(call: Lowered) -> Lowered:
     """The call as routes would get it, under this autocast; raise where none may take it (a subclass)."""
+    call.op.check_kinds(call.args)
     why = blocked(call.args, call.op.autocast == "reference")
+    if why is None and any(x.is_meta for x in call.args if isinstance(x, torch.Tensor)):
+        why = Blocked("a tensor on meta, which has no values", True)
     if why is not None:
         raise ValueError(f"turnout.tune: {call.op.name} cannot be measured here: {why.reason}")
     return Lowered(call.op, call.op.cast(call.args, torch.Tensor.to))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -214,7 +215,13 @@ def _parts(model: Any) -> list[tuple[str, nn.Module]]:
         return [("", model)]
     components = getattr(model, "components", None)
     if not isinstance(components, dict):
-        raise TypeError(f"{type(model).__name__} is neither an nn.Module nor a pipeline with components")
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        hint = (
+            "; load the model first: from_pretrained(...)"
+            if isinstance(model, (str, os.PathLike, type))
+            else ""
+        )
+        raise TypeError(f"{kind} is neither an nn.Module nor a pipeline with components{hint}")
     return [(name, part) for name, part in components.items() if isinstance(part, nn.Module)]
 
 

@@ -228,17 +228,19 @@ class Op:
         try:
             return self._dispatch(cache_key, *args)
         except UNCLEAR as failure:
-            self._raise_clearer(failure, args)
+            if self.builtin is None:  # else the error is torch's own
+                self.check_kinds(args, failure)
             if isinstance(failure, IndexError) and not self.mutates:
                 self.plain(*args)  # a tensor may have too few dimensions: torch says so
             raise
 
-    def _raise_clearer(self, failure: Exception | None, args: tuple) -> None:
-        """Raise an error that names the argument of the wrong kind, if there is one."""
-        if self.builtin is None:  # else the error is torch's own
-            raise_clearer(
-                self.name, self.reference, zip(self.signature.parameters, args, strict=True), failure
-            )
+    def check_kinds(self, args: tuple, failure: Exception | None = None) -> None:
+        """Raise TypeError if an argument of the reference is of the wrong kind.
+
+        failure: what the call has raised, for which this may be the reason.
+        """
+        given = zip(self.signature.parameters, args, strict=True)
+        raise_clearer(self.name, self.reference, given, failure)
 
     def _dispatch(self, cache_key: tuple | None, *args: Any) -> Any:
         now = settings.entered.get()
@@ -395,7 +397,7 @@ class Op:
         device: a device that need not be in this machine; tensors may then be on any device.
         """
         # Only sizes, strides and dtypes are looked at: casting needs no values.
-        self._raise_clearer(None, args)
+        self.check_kinds(args)
         cast_args = self.cast(args, torch.empty_like, None if device is None else device.type)
         with contextlib.nullcontext() if device is None else assumed(device):
             key = self.key(cast_args)._replace(wants_grad=self._wants_grad(args))

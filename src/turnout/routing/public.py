@@ -100,10 +100,20 @@ def lower(op: str | Callable[..., Any] | Op, *args: Any, **kwargs: Any) -> Lower
     """
     public_or_op = public_named(op)
     if isinstance(public_or_op, Op):
-        return Lowered(public_or_op, public_or_op.signature.bind(*args, **kwargs).args)
+        return Lowered(public_or_op, _bound(public_or_op.name, public_or_op.signature, args, kwargs).args)
     function = public_or_op.function
-    bound = inspect.signature(function).bind(*args, **kwargs)  # names the missing argument
+    bound = _bound(function.__name__, inspect.signature(function), args, kwargs)
     return _lowered(function, *bound.args, **bound.kwargs)
+
+
+def _bound(
+    name: str, signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name. Raises TypeError for those that are missing or too many."""
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as mistake:
+        raise TypeError(f"{name}: {mistake}; it takes {', '.join(signature.parameters)}") from mistake
 
 
 def _lowered(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Lowered:

@@ -179,7 +179,7 @@ def pins_of_ops(pins: Mapping[str, str]) -> dict[str, str]:
         if not all(op in ROUTES for op in ops):
             raise not_known("op", name, sorted({*ROUTES, *PINNED_TOGETHER}))
         routes = dict.fromkeys(name for op in ops for name in (*ROUTES[op], "reference"))
-        if route not in routes:
+        if not isinstance(route, str) or route not in routes:
             raise ValueError(f"op {name} has no route {route!r}; {one_of(route, routes)}")
         by_op.update({op: route for op in ops if route in (*ROUTES[op], "reference")})
     return by_op
