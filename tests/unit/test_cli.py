@@ -352,6 +352,12 @@ def test_control_c_ends_with_130():
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_output_may_be_closed():
+    words = f"{sys.executable} -m turnout explain dot --a 3 --b 3 >&-"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_version():
     assert turnout("--version") == f"turnout {package.__version__}\n"
 

@@ -17,6 +17,10 @@ from typer.core import TyperGroup
 
 from turnout.routing.op import TurnoutWarning
 
+for _stream in ("stdout", "stderr"):
+    if getattr(sys, _stream) is None:  # it was closed by the caller: `turnout ... >&-`
+        setattr(sys, _stream, open(os.devnull, "w"))  # noqa: SIM115
+
 # Nothing that is printed is markup: names, reasons and paths may have brackets. Colours are given as `Text`.
 console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
 errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
@@ -85,7 +89,9 @@ def _of_usage(mistake: Any) -> str:
     """What is wrong with the words of a command, and where to look."""
     text = in_a_line(Exception(mistake.format_message())).rstrip(".")
     where = mistake.ctx.command_path if mistake.ctx is not None else "turnout"
-    return f"{text[:1].lower()}{text[1:]}; {where} --help lists what it takes"
+    return (
+        f"{text[:1].lower()}{text[1:]}{'' if text.endswith('?') else ';'} {where} --help lists what it takes"
+    )
 
 
 def check_least(option: str, value: float | None, least: int) -> None:
