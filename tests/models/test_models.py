@@ -11,6 +11,7 @@ import torch
 
 import turnout
 from tests.models.zoo import CLIPS, PARTLY_KNOWN, ZOO, made, random, tokens
+from turnout.models import bare, patch
 from turnout.models.patch import patched
 from turnout.routing.op import OPS, watched
 
@@ -89,6 +90,23 @@ def test_encoders_agree(name):
 
 @every
 @torch.no_grad()
+def test_every_part_stays_bare_and_is_looked_at_once(name, monkeypatch):
+    model, built, answers = made(name), [], []
+    turnout.accelerate(model)
+    stock, watch = patch.is_bare, bare._Watch
+    monkeypatch.setattr(bare, "_Watch", lambda root, *args: built.append(root) or watch(root, *args))
+    monkeypatch.setattr(
+        patch, "is_bare", lambda root, *args: answers.append((stock(root, *args), root)) or answers[-1][0]
+    )
+    ZOO[name][1](model)
+    built.clear()
+    ZOO[name][1](model)
+    assert not built
+    assert not [type(root).__name__ for is_bare, root in answers if not is_bare]
+
+
+@every
+@torch.no_grad()
 def test_copies_and_pickles_are_accelerated_too(name):
     model, (_, call, _) = made(name), ZOO[name]
     stock = call(model)
@@ -138,6 +156,23 @@ def test_gradients_agree(name):
     scale = max(grad.abs().max() for grad in stock.values())
     for key, grad in stock.items():
         assert (fast[key] - grad).abs().max() <= 1e-4 * scale, key
+
+
+@pytest.mark.parametrize("name", ["flux-vae", "flux"])
+def test_gradients_where_backward_runs_under_hooks_on_saved_tensors(name):
+    model, (_, call, _) = made(name), ZOO[name]
+
+    def gradients():
+        model.zero_grad()
+        with torch.autograd.graph.save_on_cpu():
+            call(model).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    stock = gradients()
+    scale = max(grad.abs().max() for grad in stock)
+    with turnout.accelerated(model):
+        for actual, expected in zip(gradients(), stock, strict=True):
+            assert (actual - expected).abs().max() <= 1e-4 * scale
 
 
 @pytest.mark.parametrize("name", ["wan", "flux-vae", "mamba"])

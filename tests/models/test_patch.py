@@ -1,5 +1,7 @@
 """Patching: instances only, all of it undone, and never in silence."""
 
+import collections
+import contextlib
 import copy
 import pickle
 
@@ -188,3 +190,149 @@ def test_code_of_a_class_derived_from_torchs_is_kept(layer):
     report = turnout.accelerate(nn.Sequential(layer))
     assert "of its own, this adapter needs that of" in report.details()
     assert torch.equal(layer(x), expected)
+
+
+def test_accelerated_inside_accelerated_gives_back_what_was_before():
+    from tests.models.zoo import made
+
+    model = made("flux-vae").bfloat16()
+    stock = [type(module) for module in model.modules()]
+    with turnout.accelerated(model, numerics="exact"):
+        outer = [type(module) for module in model.modules()]
+        with contextlib.suppress(RuntimeError), turnout.accelerated(model):
+            assert [type(module) for module in model.modules()] != outer
+            raise RuntimeError
+        assert [type(module) for module in model.modules()] == outer
+    assert [type(module) for module in model.modules()] == stock
+
+
+def kept_by_offloading(model):
+    from accelerate import cpu_offload
+    from accelerate.hooks import remove_hook_from_module
+
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    return lambda: remove_hook_from_module(model, recurse=True)
+
+
+def kept_by_hooks_of_diffusers(model):
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    class Calls(ModelHook):
+        def new_forward(self, module, *args, **kwargs):
+            return self.fn_ref.original_forward(*args, **kwargs)
+
+    parts = [module for module in model.modules() if module.forward.__name__ == "forward"]
+    for part in parts:
+        HookRegistry.check_if_exists_or_initialize(part).register_hook(Calls(), "calls")
+    return lambda: [part._diffusers_hook.remove_hook("calls", recurse=False) for part in parts]
+
+
+def kept_by_a_user(model):
+    stock = {module: module.forward for module in model.modules() if module.forward.__name__ == "forward"}
+    for module, forward in stock.items():
+        module.forward = lambda *args, forward=forward, **kwargs: forward(*args, **kwargs)
+
+    def put_back():
+        for module, forward in stock.items():
+            module.forward = forward
+
+    return put_back
+
+
+@pytest.mark.parametrize("keep", [kept_by_offloading, kept_by_hooks_of_diffusers, kept_by_a_user])
+@pytest.mark.parametrize("name", ["flux-vae", "wan", "flux", "unet"])
+@torch.no_grad()
+def test_a_forward_that_was_kept_is_that_of_stock_once_restored(name, keep):
+    from tests.models.zoo import ZOO, made
+
+    expected = ZOO[name][1](made(name))
+    model = made(name)
+    turnout.accelerate(model)
+    put_back = keep(model)
+    turnout.restore(model)
+    assert torch.equal(ZOO[name][1](model), expected)  # still kept
+    put_back()
+    assert torch.equal(ZOO[name][1](model), expected)
+    model = made(name)
+    turnout.accelerate(model)
+    put_back = keep(model)
+    put_back()
+    turnout.restore(model)
+    assert torch.equal(ZOO[name][1](model), expected)
+    assert not [m for m in model.modules() if m.forward.__func__.__module__.startswith("turnout.")]
+
+
+@torch.no_grad()
+def test_a_users_class_in_front_of_a_patched_one_outlives_restore():
+    from tests.models.zoo import ZOO, made
+
+    def scaled(model):
+        block = model.decoder.mid_block.resnets[0]
+
+        class Scaled(type(block)):
+            def forward(self, *args, **kwargs):
+                return 0.9 * super().forward(*args, **kwargs)
+
+        block.__class__ = Scaled
+        return model
+
+    expected = ZOO["flux-vae"][1](scaled(made("flux-vae")))
+    model = made("flux-vae")
+    turnout.accelerate(model)
+    scaled(model)
+    torch.testing.assert_close(ZOO["flux-vae"][1](model), expected, rtol=1e-5, atol=1e-4)
+    turnout.restore(model)
+    assert torch.equal(ZOO["flux-vae"][1](model), expected)
+
+
+def new_hook_dicts(model, call):
+    for module in model.modules():
+        module._forward_hooks = collections.OrderedDict()
+    call()
+    for module in model.modules():
+        module.register_forward_hook(lambda module, args, out: 1.01 * out if torch.is_tensor(out) else out)
+
+
+def other_buffers(model, call):
+    """Weights become buffers, and later other buffers."""
+    held = [
+        (module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False)
+    ]
+    weights = [(module, name, getattr(module, name).detach()) for module, name in held]
+    for module, name, weight in weights:
+        delattr(module, name)
+        module.register_buffer(name, weight)
+    call()
+    for module, name, weight in weights:
+        setattr(module, name, 1.1 * weight)
+
+
+def other_output_scales(model, call):
+    for module in model.modules():
+        if hasattr(module, "output_scale_factor"):
+            module.output_scale_factor = 1.5
+
+
+def dilated(model, call):
+    """As pictures of other sizes than those of the training are made."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3) and module.padding == (1, 1):
+            module.padding = module.dilation = (2, 2)
+
+
+@pytest.mark.parametrize("change", [new_hook_dicts, other_buffers, other_output_scales, dilated])
+@pytest.mark.parametrize("name", ["flux-vae", "flux", "unet"])
+@torch.no_grad()
+def test_what_is_changed_between_two_calls_is_seen(name, change):
+    from tests.models.zoo import ZOO, made
+
+    outputs = []
+    for accelerated in (False, True):
+        model = made(name)
+        if accelerated:
+            turnout.accelerate(model)
+        ZOO[name][1](model)
+        change(model, lambda model=model: ZOO[name][1](model))
+        outputs.append(ZOO[name][1](model))
+    expected, actual = outputs
+    torch.testing.assert_close(actual, expected, rtol=0, atol=3e-5 * expected.abs().max().item())

@@ -306,6 +306,69 @@ def own_conv_forward(model, seen):
             layer._conv_forward = types.MethodType(conv_forward, layer)
 
 
+def few_hooks(model, seen):
+    """What is around them stays fused, and they run as often as on stock all the same."""
+    paths = [path for path, _ in model.named_modules() if path]
+    for path in paths[5::11]:
+        model.get_submodule(path).register_forward_hook(
+            lambda module, args, out, path=path: seen.append(path) or changed(out, 1.03)
+        )
+
+
+def dropouts_alone(model, seen):
+    """In training mode while the rest is not, as for uncertainties. All is dropped: which places would be
+    drawn follows from the layout."""
+    for _, module in leaves(model):
+        if isinstance(module, nn.Dropout):
+            module.p, module.training = 1.0, True
+
+
+def classes_patched(model, seen):
+    """The forwards of torch's classes."""
+    kinds = (nn.SiLU, nn.GroupNorm, nn.LayerNorm, nn.Linear, nn.Conv2d, nn.Conv3d)
+    stock = {cls: cls.forward for cls in kinds}
+    for cls, forward in stock.items():
+        cls.forward = lambda module, x, forward=forward, name=cls.__name__: (
+            seen.append(name) or 0.9 * forward(module, x)
+        )
+    return lambda: [setattr(cls, "forward", forward) for cls, forward in stock.items()]
+
+
+_FUNCTIONS = ("silu", "linear", "conv2d", "conv3d", "group_norm", "layer_norm", "gelu")
+
+
+def functions_patched(model, seen):
+    """Those of torch.nn.functional, as profilers patch them."""
+    stock = {name: getattr(nn.functional, name) for name in _FUNCTIONS}
+    for name, function in stock.items():
+        setattr(
+            nn.functional, name, lambda *args, function=function, **named: 0.95 * function(*args, **named)
+        )
+    return lambda: [setattr(nn.functional, name, function) for name, function in stock.items()]
+
+
+def function_mode(model, seen):
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            return 0.95 * out if getattr(function, "__name__", "") in _FUNCTIONS else out
+
+    mode = Mode()
+    mode.__enter__()
+    return lambda: mode.__exit__(None, None, None)
+
+
+def noisy_loras(model, seen):
+    """Their dropout draws random numbers: layers are called in the order of the stock code."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(1)
+    names = [path for path, m in layers(model, plain=True) if isinstance(m, nn.Linear)]
+    if hasattr(model, "blocks") or hasattr(model, "transformer_blocks"):  # elsewhere layouts differ
+        config = LoraConfig(r=2, target_modules=names, init_lora_weights=False, lora_dropout=0.2)
+        inject_adapter_in_model(config, model)
+
+
 THINGS = {
     thing.__name__: thing
     for thing in (
@@ -337,5 +400,11 @@ THINGS = {
         other_eps,
         without_biases,
         other_activations,
+        few_hooks,
+        dropouts_alone,
+        classes_patched,
+        functions_patched,
+        function_mode,
+        noisy_loras,
     )
 }

@@ -193,7 +193,8 @@ def _undo(model: Any) -> int:
 def accelerated(
     model: Any, *, numerics: str | None = None, graph: bool = False, warm: bool = True
 ) -> Iterator[Report]:
-    """`accelerate` for the length of a `with` block.
+    """`accelerate` for the length of a `with` block. Behind it the model is as it was before: stock, or
+    accelerated in another way.
 
     >>> import torch, turnout
     >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -202,11 +203,34 @@ def accelerated(
     >>> type(model) is torch.nn.Conv2d
     True
     """
+    before = _accelerated_now(model)
     report = accelerate(model, numerics=numerics, graph=graph, warm=warm)
     try:
         yield report
     finally:
-        restore(model)
+        if before:
+            _undo(model)
+            _accelerate_again(before)
+        else:
+            restore(model)
+
+
+def _accelerated_now(model: Any) -> list[tuple[Any, list[patch.Patch], bool, bool]]:
+    """Every patched instance, its patches, and whether its calls are replayed and compiled together."""
+    instances = [instance for _, part in _parts(model) for _, instance in _instances(part)]
+    held = [getattr(instance, "__dict__", {}) for instance in instances]
+    every = zip(instances, map(patch.patches_of, instances), held, strict=True)
+    return [(one, patches, REPLAYS in own, FIRST_CALLS in own) for one, patches, own in every if patches]
+
+
+def _accelerate_again(before: list[tuple[Any, list[patch.Patch], bool, bool]]) -> None:
+    for instance, patches, graph, warm in before:
+        for each in reversed(patches):
+            if each.adapter in (calls.WholeForward, calls.WholeAutoencoder):
+                calls.install(instance, graph=graph, warm=warm)
+            else:
+                relay = each.relaid and patch.can_relay(instance)
+                patch.apply(instance, each.adapter, each.numerics, relay=relay)
 
 
 def _parts(model: Any) -> list[tuple[str, nn.Module]]:

@@ -3,11 +3,15 @@
 Only where that cannot be noticed. A module is *bare* if
 
 - its class is one that the adapter knows: not a replacement (LoRA, quantised layers), nor a class derived
-  from it at run time (parametrisations, FSDP);
+  from it at run time (parametrisations, FSDP), nor one whose `forward` somebody has replaced;
 - it has no forward, pre-forward or backward hooks, and no replaced `forward` (offloading, casting and caches
   use these) or other method on the instance; a convolution has a padding mode that its adapter knows
   (seamless pictures use `padding_mode = "circular"`);
 - its weights are plain tensors, on the device and in the dtype of the call.
+
+Nothing is bare while somebody watches every call: with global hooks, under a `TorchFunctionMode`, with
+another function in the place of one of `torch.nn.functional`. And an adapter must
+still not refuse the module that it stands before: attributes may have been set since `accelerate`.
 
 The answer is cached, and computed again only when the state of the modules has changed. Checking for a change
 takes 2 to 5 us of host time for the 1 to 7 modules of a block (`benchmarks/bare.py`).
@@ -15,20 +19,32 @@ takes 2 to 5 us of host time for the 1 to 7 modules of a block (`benchmarks/bare
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import fnmatch
+import functools
 import inspect
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from turnout.models.dicts import Dicts
 from turnout.routing.fallback import autocasts
-from turnout.routing.torch_private import GLOBAL_HOOKS, constant_in_graphs
+from turnout.routing.torch_private import (
+    GLOBAL_HOOKS,
+    constant_in_graphs,
+    count_function_modes,
+    function_mode_at,
+    in_function_mode,
+    is_default_device,
+)
 
 is_compiling = torch.compiler.is_compiling
 _everything = itertools.chain.from_iterable
@@ -36,7 +52,8 @@ _dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_padding_mode = operator.attrgetter("padding_mode")
+_forward = operator.attrgetter("forward")
+_SCALARS = (bool, int, float, str, tuple, type(None))
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -61,13 +78,38 @@ def _is_bare(root: nn.Module, inside: Inside, dtype: torch.dtype, device: torch.
     """Whether all modules inside `root` that are read past are bare, for a call with a tensor of this dtype
     on this device.
     """
-    if any(GLOBAL_HOOKS):
+    if calls_are_watched():
         return False
     key = id(root), id(inside)
     watch = _watches.get(key)
-    if watch is None or watch.root() is not root or watch.changed():
+    fits = None if watch is None or watch.root() is not root else watch.fits(dtype, device)
+    if fits is None:
         watch = _watches[key] = _Watch(root, inside, key)
-    return watch.fits(dtype, device)
+        fits = watch.fits(dtype, device)
+    return bool(fits)
+
+
+_FUNCTIONS = operator.itemgetter(
+    "linear", "conv2d", "conv3d", "silu", "gelu", "group_norm", "layer_norm", "rms_norm", "normalize",
+    "interpolate", "pad", "dropout",
+)  # fmt: skip
+_functions = vars(F)
+_STOCK_FUNCTIONS = _FUNCTIONS(_functions)
+
+
+def calls_are_watched() -> bool:
+    """Whether somebody wants to see the calls of all modules, or of torch's functions."""
+    return (
+        any(GLOBAL_HOOKS)
+        or (in_function_mode() and has_function_mode_of_others())
+        or _FUNCTIONS(_functions) != _STOCK_FUNCTIONS
+    )
+
+
+def has_function_mode_of_others() -> bool:
+    """Whether a function mode is active that is neither ours nor torch's default device."""
+    modes = map(function_mode_at, range(count_function_modes()))
+    return not all(is_default_device(mode) or type(mode).__module__.startswith("turnout.") for mode in modes)
 
 
 def _is_bare_by_id(root: int, inside: Inside, dtype: torch.dtype, device: torch.device) -> bool:
@@ -85,7 +127,7 @@ def _is_bare_to_old_compilers(
 
 
 # A graph of torch.compile keeps the answer from when it was traced.
-for _function in (_is_bare, _is_bare_by_id):
+for _function in (_is_bare, _is_bare_by_id, calls_are_watched):
     constant_in_graphs(_function)
 
 is_bare = _is_bare if torch.__version__ >= "2.13" else _is_bare_to_old_compilers
@@ -100,44 +142,53 @@ class _Watch:
     def __init__(self, root: nn.Module, inside: Inside, key: tuple[int, int]):
         self.root = weakref.ref(root, lambda _: _watches.pop(key, None))
         self.modules = list(read_past(root, inside))
-        self.classes = list(map(type, self.modules))
-        self.attributes = list(map(vars, self.modules))
-        self.lengths = list(map(len, self.attributes))
-        self.hooks = [hooks for module in self.modules for hooks in _hooks(module)]
-        self.dicts = [
-            held
-            for m in (root, *self.modules)
-            for held in (m._modules, {} if m is root else m._parameters)
-            if held
+        self.types = list(map(type, self.modules))
+        parents = stock_class(root).__mro__[1:]  # whose forward its own may call
+        every = (cls.__mro__ for cls in map(stock_class, self.modules))
+        self.classes = [
+            cls for cls in dict.fromkeys([*parents, *_everything(every)]) if "forward" in vars(cls)
         ]
-        self.held = list(_everything(map(dict.values, self.dicts)))
-        parameters = [x for m in self.modules for x in m._parameters.values() if x is not None]
-        all_known = all(_known(m, inside.reads) for m in self.modules) and all(
-            type(x) in _PLAIN for x in parameters
+        self.forwards = list(map(_forward, self.classes))
+        self.dicts = Dicts(
+            [
+                root._modules,
+                *_everything((vars(m), m._modules, m._parameters, m._buffers) for m in self.modules),
+            ]
         )
-        self.convolutions = [m for m in self.modules if isinstance(m, _CONVOLUTIONS)]
-        self.padding_modes = list(map(_padding_mode, self.convolutions))
-        pads = set(self.padding_modes) <= set(inside.padding_modes)
-        self.bare = all_known and pads and not any(map(_shadowed, self.modules))
-        self.weights = [x for x in parameters if x.is_floating_point()] if self.bare else []
+        # Of the root's attributes only those that are no objects, which may lead back to it.
+        self.root_attributes = vars(root)
+        own = [name for name, value in self.root_attributes.items() if type(value) in _SCALARS]
+        self.own = operator.itemgetter("training", *own)
+        self.own_values = self.own(self.root_attributes)
+        self.hooks = [hooks for module in self.modules for hooks in _hooks(module)]
+        tensors = [x for m in self.modules for x in (*m._parameters.values(), *m._buffers.values())]
+        tensors = [x for x in tensors if x is not None]
+        pads = {m.padding_mode for m in self.modules if isinstance(m, _CONVOLUTIONS)}
+        self.bare = (
+            all(_known(m, inside.reads) for m in self.modules)
+            and all(type(x) in _PLAIN for x in tensors)
+            and pads <= set(inside.padding_modes)
+            and not any(map(_shadowed, self.modules))
+            and all(map(is_as_written, self.classes))
+            and not _is_refused(root, inside)
+        )
+        self.weights = [x for x in tensors if x.is_floating_point()] if self.bare else []
         self.any_dtype = inside.any_dtype
         self.cached: dict[Any, Any] = {}
 
-    def changed(self) -> bool:
-        held = list(_everything(map(dict.values, self.dicts)))
-        return (
-            list(map(len, self.attributes)) != self.lengths
-            or list(map(type, self.modules)) != self.classes
-            or list(map(_padding_mode, self.convolutions)) != self.padding_modes
-            or len(held) != len(self.held)
-            or not all(map(operator.is_, held, self.held))
-        )
-
-    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether there are no hooks, and the weights are on the device of a call and in its dtype.
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool | None:
+        """Whether there are no hooks, and the weights are on the device of a call and in its dtype; None
+        where the state of the modules is another one.
 
         Under autocast the dtype may differ: ops cast the weights.
         """
+        if (
+            not self.dicts.are_identical()
+            or list(map(type, self.modules)) != self.types
+            or list(map(_forward, self.classes)) != self.forwards
+            or not self._has_own_values()
+        ):
+            return None
         if not self.bare or any(self.hooks):
             return False
         if list(map(_device, self.weights)).count(device) != len(self.weights):
@@ -147,6 +198,12 @@ class _Watch:
             return True
         wide = all(kind.itemsize > 1 for kind in dtypes)
         return wide and (self.any_dtype or autocasts(device.type))
+
+    def _has_own_values(self) -> bool:
+        try:
+            return self.own(self.root_attributes) == self.own_values
+        except KeyError:  # one was deleted
+            return False
 
 
 _watches: dict[tuple[int, int], _Watch] = {}
@@ -188,6 +245,41 @@ def strangers(root: nn.Module, inside: Inside) -> Iterator[str]:
         yield f"a {cls.__module__}.{cls.__qualname__} inside, which this adapter does not know"
 
 
+def stock_class(module: nn.Module) -> type:
+    """The class of a module without what `accelerate` puts in front."""
+    cls: Any = type(module)
+    while "_turnout_patch" in vars(cls):
+        cls = cls._turnout_patch.base
+    return cls
+
+
+def is_as_written(cls: type, name: str = "forward") -> bool:
+    """Whether a method that a class defines stands in the file of its class: nobody has put another there."""
+    code = getattr(vars(cls)[name], "__code__", None)
+    return code is not None and code.co_filename == _file_of(cls.__module__)
+
+
+@functools.cache
+def _file_of(module: str) -> str:
+    """The file that the methods of most classes of a Python module stand in, as their code names it."""
+    classes = [
+        cls for cls in vars(sys.modules[module]).values() if inspect.isclass(cls) and cls.__module__ == module
+    ]
+    methods = [x for cls in classes for x in vars(cls).values() if inspect.isfunction(x)]
+    return collections.Counter(x.__code__.co_filename for x in methods).most_common(1)[0][0]
+
+
+def _is_refused(root: nn.Module, inside: Inside) -> bool:
+    """Whether the adapter in front of `root` that reads past these modules would refuse it as it is now."""
+    patch: Any = getattr(type(root), "_turnout_patch", None)
+    while patch is not None and patch.adapter.inside is not inside:
+        patch = getattr(patch.base, "_turnout_patch", None)
+    try:
+        return patch is not None and any(True for _ in patch.adapter.refuses(root))
+    except AttributeError:  # of a module that was replaced
+        return True
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether a module has hooks, or a `forward` of its own."""
     return "forward" in vars(module) or any(_hooks(module))
@@ -195,10 +287,10 @@ def hooked(module: nn.Module) -> bool:
 
 def bare_layer(layer: Any, cls: type, x: Tensor) -> bool:
     """The rule for a single layer with a weight, of exactly this class, that is called with x."""
-    if type(layer) is not cls or hooked(layer) or any(GLOBAL_HOOKS):
+    if type(layer) is not cls or hooked(layer) or calls_are_watched():
         return False
-    weight = layer.weight
-    return type(weight) in _PLAIN and weight.dtype is x.dtype and weight.device == x.device
+    tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return all(type(each) in _PLAIN and each.dtype is x.dtype and each.device == x.device for each in tensors)
 
 
 def _shadowed(module: nn.Module) -> bool:
@@ -215,8 +307,7 @@ def _known(module: nn.Module, reads: tuple[type | str, ...]) -> bool:
     """Whether a module is of one of these classes: itself, not a class derived from one, but for what
     `accelerate` puts in front.
     """
-    patch: Any = vars(type(module)).get("_turnout_patch")
-    cls = type(module) if patch is None else patch.base
+    cls = stock_class(module)
     return (
         cls in _CONTAINERS
         or cls in reads

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turnout import ops
-from turnout.models.bare import Inside, bare_layer
+from turnout.models.bare import Inside, bare_layer, hooked
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
 from turnout.routing import settings
@@ -62,10 +62,13 @@ def joined(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first, second], 1)
 
 
+def can_join(first: Any, x: Tensor, second: Any, y: Tensor) -> bool:
+    """Whether two products may be written to their places in one tensor."""
+    return x.shape[0] == 1 and direct(x, first) and direct(y, second)
+
+
 def joined_products(first: Any, x: Tensor, second: Any, y: Tensor) -> Tensor:
     """`cat([first(x), second(y)], 1)` of `[B, S, C]`, each product written to its place in the result."""
-    if x.shape[0] != 1 or not (direct(x, first) and direct(y, second)):
-        return torch.cat([first(x), second(y)], 1)
     out = x.new_empty(1, x.shape[1] + y.shape[1], first.weight.shape[0])
     for layer, parameter, into in ((first, x, out[0, : x.shape[1]]), (second, y, out[0, x.shape[1] :])):
         torch.addmm(layer.bias, parameter[0], layer.weight.t(), out=into)
@@ -148,6 +151,8 @@ class Gelu(Adapter):
             yield f"approximate {instance.approximate!r}, this adapter needs 'tanh'"
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if self.approximate != "tanh":  # it may have been set since
+            return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
         return linear_gelu(self.proj, hidden_states)
 
 
@@ -170,6 +175,8 @@ def _fed_forward(
 
 class FluxPosEmbed(Adapter):
     summary = "rotary tables of all axes at once"
+
+    inside = Inside()
 
     def forward(self: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
         if ids.device.type not in ("cpu", "cuda"):  # not every device has float64
@@ -247,12 +254,13 @@ class FluxSingleBlock(Adapter):
             )
         words, x = encoder_hidden_states.shape[1], joined(encoder_hidden_states, hidden_states)
         normed, gate = self.norm(x, emb=temb)
+        # A plain product waits until attention has returned its memory. Another layer may draw random
+        # numbers, as the dropout of a LoRA does, and is called in its turn.
+        waits = bare_layer(self.proj_mlp, nn.Linear, normed) and not hooked(self.attn)
+        opened = None if waits else linear_gelu(self.proj_mlp, normed)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
-        x = _finite(
-            ops.gated_add(
-                x, gate, self.proj_out(torch.cat([attended, linear_gelu(self.proj_mlp, normed)], -1))
-            )
-        )
+        opened = linear_gelu(self.proj_mlp, normed) if opened is None else opened
+        x = _finite(ops.gated_add(x, gate, self.proj_out(torch.cat([attended, opened], -1))))
         return x[:, :words], x[:, words:]
 
 

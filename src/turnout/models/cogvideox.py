@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside
-from turnout.models.patch import Adapter, needs_silu
+from turnout.models.patch import Adapter, drops, needs_silu
 from turnout.models.video import as_video, channels_last, per_frame, repeat_frames
 from turnout.ops.group_norm_silu.spatial import repeats
 
@@ -121,7 +121,7 @@ class ResnetBlock(Adapter):
         zq: Tensor | None = None,
         conv_cache: dict | None = None,
     ) -> tuple[Tensor, dict]:
-        if self.training and self.dropout.p > 0:
+        if drops(self.dropout):
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportAttributeAccessIssue]
         old, new = conv_cache or {}, {}
         residual = inputs

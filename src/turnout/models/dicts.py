@@ -60,6 +60,13 @@ class Dicts:
 
     def are_same(self) -> bool:
         """Whether they hold the very same objects, or such as are alike."""
+        if self.are_identical():
+            return True
+        sizes, *held = self._content()
+        return sizes == self._held[0] and all(map(are_alike, held, self._held[1:]))
+
+    def are_identical(self) -> bool:
+        """Whether they hold the very same objects."""
         now = versions(self.dicts)  # before the values are looked at
         if now is not None and now == self._versions:
             return True
@@ -69,7 +76,7 @@ class Dicts:
         if all(all(map(operator.is_, a, b)) for a, b in zip(held, self._held[1:], strict=True)):
             self._versions = now
             return True
-        return all(map(are_alike, held, self._held[1:]))
+        return False
 
     def _content(self) -> tuple[list[int], list[Any], list[Any]]:
         """How many entries each has, all keys and all values."""

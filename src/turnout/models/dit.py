@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside
-from turnout.models.blocks import joined_products
+from turnout.models.blocks import can_join, joined_products
 from turnout.models.diffusers_private import attention_of_backend
 from turnout.models.routed import RoutedProcessor
 from turnout.models.sdpa import attend
@@ -59,13 +59,14 @@ def _projected_jointly(
     attn: Any, text: Tensor, image: Tensor, head_dim: int
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:
     """q and k of text and image, which `norm_rope` joins, and v of both, joined."""
-    if getattr(attn, "fused_projections", False):
-        words, pixels = _projected(attn, *_TEXT, text, head_dim), _projected(attn, *_IMAGE, image, head_dim)
+    if getattr(attn, "fused_projections", False) or not can_join(attn.add_v_proj, text, attn.to_v, image):
+        # in the order of the stock code: a layer may draw random numbers, as the dropout of a LoRA does
+        pixels, words = _projected(attn, *_IMAGE, image, head_dim), _projected(attn, *_TEXT, text, head_dim)
         values = torch.cat([words[2], pixels[2]], 1)
     else:
-        words, pixels = (
-            _projected(attn, _TEXT[0][:2], "", text, head_dim),
+        pixels, words = (
             _projected(attn, _IMAGE[0][:2], "", image, head_dim),
+            _projected(attn, _TEXT[0][:2], "", text, head_dim),
         )
         values = joined_products(attn.add_v_proj, text, attn.to_v, image).unflatten(-1, (-1, head_dim))
     return (words[0], pixels[0]), (words[1], pixels[1]), values

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside
-from turnout.models.patch import Adapter, needs_silu
+from turnout.models.patch import Adapter, drops, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.video import Border, bordered, repeat_frames
 from turnout.routing.settings import splitting
@@ -67,7 +67,7 @@ class ResnetBlock(Adapter):
         yield from needs_silu(instance.nonlinearity)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        if self.training and self.dropout.p > 0:
+        if drops(self.dropout):
             return super().forward(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
         residual = hidden_states if self.conv_shortcut is None else self.conv_shortcut(hidden_states)
         return _convolved(self.conv2, _convolved(self.conv1, hidden_states, self.norm1), self.norm2, residual)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside, is_bare
 from turnout.models.layers import parameters_of
-from turnout.models.patch import Adapter, needs_silu
+from turnout.models.patch import Adapter, drops, needs_plain, needs_silu
 from turnout.models.routed import RoutedProcessor
 from turnout.models.sdpa import attend
 from turnout.models.worth import is_torch, learn
@@ -71,7 +71,7 @@ class ResnetBlock(Adapter):
     def forward(
         self: Any, input_tensor: Tensor, temb: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self.training and self.dropout.p > 0:
+        if drops(self.dropout):
             return super().forward(input_tensor, temb, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         x = _conv(self.conv1, norm_silu(self.norm1, input_tensor))
         if self.time_emb_proj is not None:
@@ -93,6 +93,8 @@ class Upsample(Adapter):
             yield "no convolution behind the upsampling, this adapter needs one"
         elif _upsampled(instance).kernel_size != (3, 3) or _upsampled(instance).padding != (1, 1):
             yield f"kernel {_upsampled(instance).kernel_size}, this adapter needs 3 x 3 with padding 1"
+        else:
+            yield from needs_plain(_upsampled(instance))
 
     def forward(
         self: Any, hidden_states: Tensor, output_size: Any = None, *args: Any, **kwargs: Any

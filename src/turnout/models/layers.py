@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turnout import ops
+from turnout.models.bare import is_as_written
 from turnout.models.patch import Adapter
 from turnout.models.routed import Routed, RoutedProcessor, needs_a_way
 from turnout.models.worth import is_torch, learn
@@ -23,10 +24,23 @@ from turnout.ops.group_norm_silu import GROUP_NORM_SILU
 is_compiling = torch.compiler.is_dynamo_compiling
 
 
+def _as_written(layer: type, name: str = "forward") -> Any:
+    """A method of torch's layer; None where it is another one already."""
+    return getattr(layer, name) if is_as_written(layer, name) else None
+
+
+# Asked at every call: somebody may put other methods into torch's classes.
+_CONV2D, _CONV2D_FORWARD = _as_written(nn.Conv2d, "_conv_forward"), _as_written(nn.Conv2d)
+_CONV3D, _CONV3D_FORWARD = _as_written(nn.Conv3d, "_conv_forward"), _as_written(nn.Conv3d)
+_GROUP_NORM_FORWARD = _as_written(nn.GroupNorm)
+_TORCHS_CONV2D, _TORCHS_CONV3D, _TORCHS_GROUP_NORM = F.conv2d, F.conv3d, F.group_norm
+
+
 class Conv2dMethod(Adapter):
     summary = "turnout.conv2d"
 
     exact = True
+    sees_for_itself = True
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -34,8 +48,13 @@ class Conv2dMethod(Adapter):
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode != "zeros":  # it may have been set since
-            return super()._conv_forward(input, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+        if (
+            self.padding_mode != "zeros"  # it may have been set since
+            or nn.Conv2d._conv_forward is not _CONV2D
+            or F.conv2d is not _TORCHS_CONV2D
+            or not isinstance(self, Conv2dMethod)
+        ):
+            return nn.Conv2d._conv_forward(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if is_compiling():
             return ops.conv2d(*args)
@@ -49,6 +68,7 @@ class Conv3dMethod(Adapter):
     summary = "turnout.conv3d"
 
     exact = True
+    sees_for_itself = True
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
@@ -56,8 +76,13 @@ class Conv3dMethod(Adapter):
         yield from _padding(instance)
 
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode != "zeros":  # it may have been set since
-            return super()._conv_forward(input, weight, bias)  # pyright: ignore[reportAttributeAccessIssue]
+        if (
+            self.padding_mode != "zeros"  # it may have been set since
+            or nn.Conv3d._conv_forward is not _CONV3D
+            or F.conv3d is not _TORCHS_CONV3D
+            or not isinstance(self, Conv3dMethod)
+        ):
+            return nn.Conv3d._conv_forward(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if is_compiling():
             return ops.conv3d(*args)
@@ -91,9 +116,11 @@ class Conv2d(Conv2dMethod):
     summary = "turnout.conv2d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        if nn.Conv2d.forward is not _CONV2D_FORWARD or not isinstance(self, Conv2d):
+            return nn.Conv2d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV2D, input):
             own = _weight_and_bias(self)
-            if own is not None and self.padding_mode == "zeros":
+            if own is not None and self.padding_mode == "zeros" and nn.Conv2d._conv_forward is _CONV2D:
                 weight, bias = own
                 return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,9 +130,11 @@ class Conv3d(Conv3dMethod):
     summary = "turnout.conv3d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        if nn.Conv3d.forward is not _CONV3D_FORWARD or not isinstance(self, Conv3d):
+            return nn.Conv3d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV3D, input):
             own = _weight_and_bias(self)
-            if own is not None and self.padding_mode == "zeros":
+            if own is not None and self.padding_mode == "zeros" and nn.Conv3d._conv_forward is _CONV3D:
                 weight, bias = own
                 return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,6 +143,8 @@ class Conv3d(Conv3dMethod):
 class GroupNorm(Adapter):
     summary = "turnout.group_norm_silu"
 
+    sees_for_itself = True
+
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
         yield from _own_code(instance, nn.GroupNorm, "forward")
@@ -121,6 +152,12 @@ class GroupNorm(Adapter):
             yield "no weight, this adapter needs one"
 
     def forward(self: Any, input: Tensor) -> Tensor:
+        if (
+            nn.GroupNorm.forward is not _GROUP_NORM_FORWARD
+            or F.group_norm is not _TORCHS_GROUP_NORM
+            or not isinstance(self, GroupNorm)
+        ):
+            return nn.GroupNorm.forward(self, input)
         stock = False if is_compiling() else is_torch(self, GROUP_NORM_SILU, input)
         if stock:
             own = _weight_and_bias(self)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside
-from turnout.models.patch import Adapter, needs_silu
+from turnout.models.patch import Adapter, drops, needs_silu
 from turnout.models.video import Border, bordered, channels_last
 
 _CONVS, _NORMS = ("LTXVideoCausalConv3d", "LTX2VideoCausalConv3d"), ("RMSNorm", "PerChannelRMSNorm")
@@ -94,7 +94,7 @@ class ResnetBlock(Adapter):
         generator: Any = None,
         causal: bool | None = None,
     ) -> Tensor:
-        if (self.training and self.dropout.p > 0) or (
+        if drops(self.dropout) or (
             temb is not None and self.scale_shift_table is not None and inputs.shape[0] > 1
         ):
             stock = {} if causal is None else {"causal": causal}

@@ -55,6 +55,8 @@ class Adapter:
     channels_last: all convolutions inside get channels-last inputs, so their weights are laid out so too.
     inside: which modules inside the adapter calls, and of which it reads the weights without a call. Its
     methods run only while the latter are bare; otherwise the stock methods run. None: it uses no modules.
+    sees_for_itself: its methods find out whether they are called on a patched instance, and whether its class
+    has the stock method still; `_while_patched` would be one more call of Python for each call of a layer.
     splits: in a distributed model, where it gets a part of each frame, it gathers what it needs by itself.
     """
 
@@ -62,6 +64,7 @@ class Adapter:
     exact = False
     splits = False
     channels_last = False
+    sees_for_itself = False
     inside: Inside | None = None
 
     @staticmethod
@@ -75,9 +78,34 @@ def needs_silu(activation: nn.Module) -> Iterable[str]:
         yield f"activation {type(activation).__name__}, this adapter needs SiLU"
 
 
+def needs_plain(*convolutions: Any) -> Iterable[str]:
+    """The reasons of an adapter that reads nothing of convolutions but their weights and paddings."""
+    for conv in convolutions:
+        if {*conv.stride, *conv.dilation, conv.groups} != {1}:
+            yield (
+                f"a convolution of stride {tuple(conv.stride)}, dilation {tuple(conv.dilation)} and "
+                f"{conv.groups} groups, this adapter needs 1 of each"
+            )
+
+
+def drops(dropout: Any) -> bool:
+    """Whether a dropout layer would drop anything. It has a mode of its own: some users train it alone."""
+    return dropout.training and dropout.p > 0
+
+
 def patched(instance: object) -> Patch | None:
     """How an instance was patched; None for a stock one."""
     return getattr(type(instance), "_turnout_patch", None)
+
+
+def patches_of(instance: object) -> list[Patch]:
+    """How an instance was patched, the foremost patch first; empty for a stock one."""
+    patches: list[Patch] = []
+    patch = patched(instance)
+    while patch is not None:
+        patches.append(patch)
+        patch = getattr(patch.base, "_turnout_patch", None)
+    return patches
 
 
 def apply(instance: Any, adapter: type, numerics: str | None, *, relay: bool = False) -> None:
@@ -126,11 +154,13 @@ def undo(instance: Any, adapters: Container[type] | None = None) -> bool:
     """
     patch = patched(instance)
     if patch is None or (adapters is not None and patch.adapter not in adapters):
+        _put_back_methods(instance)
         return False
     if patch.relaid and isinstance(instance.weight, Tensor):
         instance.weight.data = instance.weight.data.contiguous()
     front = take_front(instance)
     instance.__class__ = _without(type(instance))
+    _put_back_methods(instance)
     if adapters is None:
         undo(instance)  # a model whose calls are seen as a whole is patched twice
     if front is not None:
@@ -144,8 +174,46 @@ def _without(cls: type) -> type:
         return cls._turnout_patch.base  # pyright: ignore[reportAttributeAccessIssue]
     if not hasattr(cls, "_turnout_patch"):
         return cls
-    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, tuple(map(_without, cls.__bases__)), body)
+    own = types.CellType()  # what `super()` in a method of the class looks at
+    body = {
+        name: _with_class(value, cls, own)
+        for name, value in vars(cls).items()
+        if name not in ("__dict__", "__weakref__")
+    }
+    own.cell_contents = made = type(cls)(cls.__name__, tuple(map(_without, cls.__bases__)), body)
+    return made
+
+
+def _with_class(value: Any, cls: type, own: types.CellType) -> Any:
+    """A method whose `super()` begins at another class than `cls`; anything else as it is."""
+    if not isinstance(value, types.FunctionType) or "__class__" not in value.__code__.co_freevars:
+        return value
+    cells = [
+        own if name == "__class__" and cell.cell_contents is cls else cell
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+    ]
+    return _copied(value, value.__code__, tuple(cells))
+
+
+def _copied(function: types.FunctionType, code: types.CodeType, cells: Any) -> types.FunctionType:
+    copy = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__doc__ = function.__kwdefaults__, function.__doc__
+    copy.__qualname__ = function.__qualname__
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+def _put_back_methods(instance: Any) -> None:
+    """Methods that an instance holds of itself become those of its class. Offloading keeps the `forward` that
+    it replaces, and leaves it on the instance when it ends."""
+    held = getattr(instance, "__dict__", {})
+    for name, value in list(held.items()):
+        if (
+            isinstance(value, types.MethodType)
+            and value.__self__ is instance
+            and "_turnout_method" in vars(value.__func__)
+        ):
+            held[name] = getattr(type(instance), value.__func__.__name__).__get__(instance)
 
 
 class ChannelsLast(Adapter):
@@ -199,6 +267,7 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
         "__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__,
         "__reduce_ex__": _reduce, "_turnout_patch": Patch(base, adapter, numerics, relaid),
     }  # fmt: skip
+    made: list[type] = []
     for name, method in methods_of(adapter):
         stock = getattr(base, name, None)
         if stock is None:
@@ -206,11 +275,13 @@ def _make_in_front(base: type, adapter: type[Adapter], numerics: str | None, rel
         if numerics is not None:
             method = _held_to(numerics, method)
         if adapter.inside is not None:
-            method = _where_bare(adapter.inside, method, stock, of_argument=not issubclass(base, nn.Module))
+            method = _where_bare(made, base, name, method, adapter.inside)
+        elif not adapter.sees_for_itself:
+            method = _while_patched(made, base, name, method)
         body[name] = _seen_as(stock, method)
-    cls = _metaclass(base)(base.__name__, (adapter, base), body)
-    show_to_caches(base, cls)
-    return cls
+    made.append(_metaclass(base)(base.__name__, (adapter, base), body))
+    show_to_caches(base, made[0])
+    return made[0]
 
 
 class _Alike(type):
@@ -253,14 +324,36 @@ def methods_of(adapter: type) -> Iterable[tuple[str, Callable[..., Any]]]:
             yield from ((name, value) for name, value in vars(owner).items() if inspect.isfunction(value))
 
 
-def _where_bare(
-    inside: Inside, method: Callable[..., Any], stock: Callable[..., Any], *, of_argument: bool
-) -> Callable[..., Any]:
-    """Runs the method while all modules whose weights it reads are bare, else the stock method. The module is
-    an argument of attention processors.
+def _while_patched(made: list[type], base: type, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs the method on instances of the patched class, which will be the only element of `made`.
+
+    On others it is the method of `base`: bound methods outlive `restore`, as offloading, casting and caches
+    keep the `forward` that they replace. So it is while another function stands in the place of the stock
+    one in its class.
     """
+    stock = getattr(base, name)
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(base, name)
+        if current is stock and isinstance(self, made[0]):
+            return method(self, *args, **kwargs)
+        return current(self, *args, **kwargs)
+
+    return run
+
+
+def _where_bare(
+    made: list[type], base: type, name: str, method: Callable[..., Any], inside: Inside
+) -> Callable[..., Any]:
+    """As `_while_patched`, and only while all modules whose weights the method reads are bare. The module is
+    an argument of attention processors.
+    """
+    stock, of_argument = getattr(base, name), not issubclass(base, nn.Module)
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current = getattr(base, name)
+        if current is not stock or not isinstance(self, made[0]):
+            return current(self, *args, **kwargs)
         root = self if not of_argument else args[0] if args else kwargs["attn"]
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor):
@@ -279,6 +372,7 @@ def _seen_as(stock: Any, method: Any) -> Any:
     )
     method_like_stock.__kwdefaults__, method_like_stock.__doc__ = method.__kwdefaults__, stock.__doc__
     method_like_stock.__signature__ = inspect.signature(stock)  # pyright: ignore[reportFunctionMemberAccess]
+    method_like_stock.__dict__["_turnout_method"] = True
     return method_like_stock
 
 
@@ -301,9 +395,7 @@ def _held_to(level: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle and copy by what the class was made of: the class itself has no name to be found under."""
-    patches = [type(self)._turnout_patch]
-    while (inner := getattr(patches[-1].base, "_turnout_patch", None)) is not None:
-        patches.append(inner)
+    patches = patches_of(self)
     make, arguments, *rest = super(patches[-1].adapter, self).__reduce_ex__(max(2, protocol))
     if make is not copyreg.__newobj__:  # pyright: ignore[reportAttributeAccessIssue]
         return (make, arguments, *rest)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from turnout.models import sdpa, worth
 from turnout.models.patch import Adapter
@@ -115,6 +116,7 @@ class Routed(Adapter):
     calls whose attention is known to be torch's (`worth`), it is the stock code itself.
     """
 
+    sees_for_itself = True
     _turnout_entry = "forward"
     _turnout_rebound: Rebound
 
@@ -124,7 +126,11 @@ class Routed(Adapter):
             _install(cls)
 
     def _routed_stock(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rebound = self._turnout_rebound
+        rebound = self._turnout_rebound if isinstance(self, Routed) else None
+        if rebound is None:  # a bound method that has outlived `restore`
+            return getattr(type(self), "forward" if isinstance(self, nn.Module) else "__call__")(
+                self, *args, **kwargs
+            )
         if is_traced() or worth.knows_call(self, ATTENTION, args, kwargs) or torch.compiler.is_compiling():
             return rebound.stock(self, *args, **kwargs)
         kind = worth.kind_of_call(args, kwargs)

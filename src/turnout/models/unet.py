@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from turnout.models import stock
 from turnout.models.bare import Inside, remembered
 from turnout.models.image import AttentionProcessor
-from turnout.models.patch import Adapter
+from turnout.models.patch import Adapter, drops
 from turnout.models.sdpa import attend
 
 is_compiling = torch.compiler.is_compiling
@@ -89,7 +89,7 @@ class TransformerBlock(Adapter):
             and x.device.type in _DEVICES
         ):
             layers = remembered(self, _INSIDE, _layers)
-        if layers is None or (any(map(_training, layers.dropouts)) and any(map(_drops, layers.dropouts))):
+        if layers is None or (any(map(_training, layers.dropouts)) and any(map(drops, layers.dropouts))):
             return super().forward(  # pyright: ignore[reportAttributeAccessIssue]
                 hidden_states,
                 attention_mask,
@@ -112,10 +112,6 @@ _DEVICES = ("cpu", "cuda")  # on others GEGLU is another function
 
 
 _training = operator.attrgetter("training")
-
-
-def _drops(dropout: Any) -> bool:
-    return dropout.training and dropout.p > 0
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from turnout import ops
 from turnout.models.bare import Inside
 from turnout.models.frames import Kept, Ring
-from turnout.models.patch import Adapter, likes_channels_last, needs_silu
+from turnout.models.patch import Adapter, drops, likes_channels_last, needs_plain, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
 from turnout.ops.add_repeated import picks_of
@@ -60,6 +60,7 @@ class CausalConv(Adapter):
     summary = "cache, input and padding written once"
 
     exact = True
+    inside = Inside()
 
     def forward(self: Any, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
         if self.padding_mode != "zeros" or "_conv_forward" in vars(self):  # somebody wants other edges
@@ -67,11 +68,7 @@ class CausalConv(Adapter):
         wide, _, high, _, before, _ = self._padding
         if not (wide or high or before) or not may_write(x, self.weight) or splitting() is not None:
             with_cache = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-            return (
-                with_cache(x, cache_x)
-                if wide or high or before
-                else ops.conv3d(x, self.weight, self.bias, self.stride)
-            )
+            return with_cache(x, cache_x) if wide or high or before else ops.conv3d(x, *self._arguments())
         held = 0 if cache_x is None or not before else cache_x.shape[2]
         place = None if not held else (cache_x.shape, cache_x.stride())  # pyright: ignore[reportOptionalMemberAccess]
         shape, strides = _padded_layout(x.shape, x.stride(), place, self._padding)
@@ -86,7 +83,10 @@ class CausalConv(Adapter):
         if held:
             inside[:, :, :held].copy_(cache_x)  # pyright: ignore[reportArgumentType]
         inside[:, :, held:].copy_(x)
-        return ops.conv3d(whole, self.weight, self.bias, self.stride)
+        return ops.conv3d(whole, *self._arguments())
+
+    def _arguments(self: Any) -> tuple:
+        return self.weight, self.bias, self.stride, 0, self.dilation, self.groups
 
 
 @lru_cache(1024)
@@ -110,10 +110,14 @@ class ResidualBlock(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return needs_silu(instance.nonlinearity)
+        yield from needs_silu(instance.nonlinearity)
+        shortcut = instance.conv_shortcut
+        yield from needs_plain(
+            instance.conv1, instance.conv2, *([] if isinstance(shortcut, nn.Identity) else [shortcut])
+        )
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
-        if self.training and self.dropout.p > 0:
+        if drops(self.dropout):
             return super().forward(x, feat_cache, feat_idx)  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(feat_cache, Ring):
             return self._in_ring(x, feat_cache, feat_idx)
@@ -245,7 +249,8 @@ class Encoder(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return needs_silu(instance.nonlinearity)
+        yield from needs_silu(instance.nonlinearity)
+        yield from needs_plain(instance.conv_in, instance.conv_out)
 
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         x = convolve_with_cache(

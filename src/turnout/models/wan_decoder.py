@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turnout.models.bare import Inside, hooked, is_bare
+from turnout.models.bare import Inside, hooked, is_as_written, is_bare, stock_class
 from turnout.models.frames import Kept, are_large, convolve_ahead
-from turnout.models.patch import Adapter, likes_channels_last, needs_silu
+from turnout.models.patch import Adapter, drops, likes_channels_last, needs_plain, needs_silu
 from turnout.models.video import channels_last, may_write, pixels_of_frame
 from turnout.models.wan import (
     CONVS,
@@ -43,7 +43,8 @@ class Decoder(Adapter):
 
     @staticmethod
     def refuses(instance: Any) -> Iterable[str]:
-        return needs_silu(instance.nonlinearity)
+        yield from needs_silu(instance.nonlinearity)
+        yield from needs_plain(instance.conv_in, instance.conv_out)
 
     def forward(
         self: Any,
@@ -62,16 +63,21 @@ class Decoder(Adapter):
         """The stages between the middle block and the head. The parts of a block are stages of their own, as
         a call of the whole block would keep its input alive until it returns."""
         blocks = list(self.up_blocks)
-        for block, behind in zip(blocks, [*blocks[1:], None], strict=True):
+        whole = len(blocks)  # those before this one see all frames of a latent in one call, as in stock
+        while whole and _runs_adapters_only(blocks[whole - 1], x):
+            whole -= 1
+        for i, (block, behind) in enumerate(zip(blocks, [*blocks[1:], None], strict=True)):
             if not _in_parts(block, x):
-                yield Stage(partial(block, **first), growth=partial(_growth, block))
+                yield Stage(partial(block, **first), growth=partial(_growth, block), in_pieces=i >= whole)
                 continue
             for resnet in block.resnets:
-                yield Stage(resnet, block if _fits_ring(block, x) else None, growth=partial(_growth, resnet))
+                ring = block if _fits_ring(block, x) else None
+                yield Stage(resnet, ring, growth=partial(_growth, resnet), in_pieces=i >= whole)
             for resample in block.upsamplers or ():
-                yield Stage(resample.doubled_in_time, growth=partial(_growth_in_time, resample))
-                behind_ring = behind if _fits_ring(behind, x) else None
-                yield Stage(resample.doubled_in_space, behind_ring, 4, partial(_growth_in_space, resample))
+                growth = partial(_growth_in_time, resample)
+                yield Stage(resample.doubled_in_time, growth=growth, in_pieces=i >= whole)
+                ring, growth = behind if _fits_ring(behind, x) else None, partial(_growth_in_space, resample)
+                yield Stage(resample.doubled_in_space, ring, 4, growth, in_pieces=i >= whole)
 
     def _up(
         self: Any, stages: list[Stage], x: Tensor, feat_cache: list | None, feat_idx: list[int]
@@ -91,8 +97,8 @@ class Decoder(Adapter):
         while waiting:
             start, feat_idx[0], x, calls = waiting.pop()
             for i in range(start, len(stages)):
-                run, block, grows, growth = stages[i]
-                large = block is not None and are_large(pixels_of_frame(x) * grows, x.device)
+                run, block, grows, growth, in_pieces = stages[i]
+                large = block is not None and in_pieces and are_large(pixels_of_frame(x) * grows, x.device)
                 alone = large and rings is not None and rings.decide_one_by_one(plain)
                 most = 1 if alone else PIECE
                 # those that wait do so in memory of their own: a view would keep all of x
@@ -101,7 +107,7 @@ class Decoder(Adapter):
                     (x, calls), *later = several.pieces(x, calls, most, elements, 0.0 if alone else room)
                     waiting += [(i, feat_idx[0], *piece) for piece in reversed(later)]
                     del later
-                elif x.shape[2] > most and feat_cache is not None:
+                elif x.shape[2] > most and in_pieces and feat_cache is not None:
                     x, *later = x.split(most, 2)
                     waiting += [
                         (i, feat_idx[0], piece.clone() if may_write(piece) else piece, 1)
@@ -131,13 +137,16 @@ class Stage(NamedTuple):
 
     run: `run(x, feat_cache=, feat_idx=)`. block: the block whose frames may be kept in a ring; where the part
     changes the size of frames, that is the next block. grows: pixels of an output frame for each of an input
-    frame. growth: returns the most elements of the output for each of the input.
+    frame. growth: returns the most elements of the output for each of the input. in_pieces: whether it may
+    get few frames at a time: it and all stages behind it are adapters' code, without hooks that would run
+    more often.
     """
 
     run: Callable[..., Tensor]
     block: Any = None
     grows: int = 1
     growth: Callable[[], float] = lambda: 1.0
+    in_pieces: bool = False
 
 
 def _growth(part: Any) -> float:
@@ -182,17 +191,20 @@ def may_take_several(decoder: Any, x: Tensor) -> bool:
     """Whether a decoder runs adapters only and has no hooks: other code might depend on how many latents it
     gets at a time."""
     blocks = [decoder.mid_block, *decoder.up_blocks]
-    parts: list[tuple[Any, type[Adapter]]] = [(decoder, Decoder)]
-    for block in blocks:
-        if hooked(block) or type(block).__qualname__ not in _BLOCKS:
-            return False
-        if hasattr(block, "avg_shortcut"):
-            parts.append((block, ResidualUpBlock))
-        parts += [(resnet, ResidualBlock) for resnet in block.resnets]
-        parts += [(part, AttentionBlock) for part in getattr(block, "attentions", ()) if part is not None]
-        parts += [(part, Resample) for part in _upsamplings(block)]
-    drops = any(resnet.training and resnet.dropout.p > 0 for block in blocks for resnet in block.resnets)
-    return not drops and all(_ours(part, adapter, x) for part, adapter in parts)
+    return _ours(decoder, Decoder, x) and all(_runs_adapters_only(block, x) for block in blocks)
+
+
+def _runs_adapters_only(block: Any, x: Tensor) -> bool:
+    """Whether all parts of a block run adapters' code, without hooks and dropout: how often it is called, and
+    with how many frames, cannot be noticed."""
+    if hooked(block) or type(block).__qualname__ not in _BLOCKS or _drops(block):
+        return False
+    parts: list[tuple[Any, type[Adapter]]] = [(resnet, ResidualBlock) for resnet in block.resnets]
+    if hasattr(block, "avg_shortcut"):
+        parts.append((block, ResidualUpBlock))
+    parts += [(part, AttentionBlock) for part in getattr(block, "attentions", ()) if part is not None]
+    parts += [(part, Resample) for part in _upsamplings(block)]
+    return all(_ours(part, adapter, x) for part, adapter in parts)
 
 
 def _in_parts(block: Any, x: Tensor) -> bool:
@@ -207,6 +219,8 @@ def _in_parts(block: Any, x: Tensor) -> bool:
 def _ours(part: Any, adapter: type[Adapter], x: Tensor) -> bool:
     """Whether a part runs this adapter's code, and has no hooks."""
     if adapter not in type(part).__mro__ or hooked(part):
+        return False
+    if not torch.compiler.is_compiling() and not is_as_written(stock_class(part)):  # no forward is called
         return False
     return adapter.inside is None or is_bare(part, adapter.inside, x.dtype, x.device)
 
@@ -226,4 +240,8 @@ def _fits_ring(block: Any, x: Tensor) -> bool:
         tuple(conv.weight.shape[:3]) == (conv.in_channels, convolutions[0].in_channels, 3)
         for conv in convolutions
     )
-    return alike and not block.training
+    return alike and not _drops(block)
+
+
+def _drops(block: Any) -> bool:
+    return any(drops(resnet.dropout) for resnet in block.resnets)

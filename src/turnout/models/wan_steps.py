@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from turnout.models.bare import calls_are_watched
 from turnout.models.frames import Kept
 from turnout.models.graphs import layouts
 from turnout.models.patch import Adapter
@@ -27,10 +28,11 @@ class Autoencoder(Adapter):
 
     def _decode(self: Any, z: Tensor, return_dict: bool = True) -> Any:
         tile = self.spatial_compression_ratio
-        if self.use_tiling and (
+        tiled = self.use_tiling and (
             z.shape[-1] > self.tile_sample_min_width // tile
             or z.shape[-2] > self.tile_sample_min_height // tile
-        ):
+        )
+        if tiled or calls_are_watched():
             return super()._decode(z, return_dict)  # pyright: ignore[reportAttributeAccessIssue]
         from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -122,7 +124,7 @@ def _without_modes(run: Callable[[Tensor], Tensor], latent: Tensor) -> Tensor:
 
 def decode_latent(vae: Any, latent: Tensor, cache: list, *, first: bool) -> Tensor:
     """One latent behind those that `cache` is of: `[B, C, 1, h, w]` to `[B, 3, frames, H, W]`."""
-    chunk = {} if "Qwen" in type(vae).__name__ else {"first_chunk": first}
+    chunk = {"first_chunk": True} if first and "Qwen" not in type(vae).__name__ else {}
     frames = vae.decoder(latent, feat_cache=cache, feat_idx=[0], **chunk)
     patch = getattr(vae.config, "patch_size", None)
     return frames if patch is None else _unpatched(frames, patch)

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from turnout.models.bare import has_function_mode_of_others
 from turnout.routing import settings
 from turnout.routing.choose import REFERENCE, Verdict
 from turnout.routing.fallback import autocasting, blocked, tracing_state
 from turnout.routing.op import Op, is_watching
 from turnout.routing.public import lower
+from turnout.routing.torch_private import in_function_mode
 
 # us that a host takes more than for torch's own function, to ask the router and be told "the reference":
 # convolutions 3.2, group norms 2.6. By benchmarks/layers.py, 2-core Xeon at 2.8 GHz, torch 2.13, Python 3.11.
@@ -55,7 +57,8 @@ _MOST_ANSWERS = 4096
 
 
 def _kind(x: Tensor) -> tuple:
-    return (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
+    settings = (_grad_enabled(), autocasting(), in_function_mode(), _entered())
+    return (x.shape, x.dtype, x.stride(), x.get_device(), *settings)
 
 
 def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
@@ -63,7 +66,10 @@ def is_torch(layer: Any, op: Op, x: Any) -> bool | None:
     learned = _learned.get(id(layer))
     if learned is None or type(x) not in _PLAIN:
         return None
-    kind = (x.shape, x.dtype, x.stride(), x.get_device(), _grad_enabled(), autocasting(), _entered())
+    kind = (
+        x.shape, x.dtype, x.stride(), x.get_device(),
+        _grad_enabled(), autocasting(), in_function_mode(), _entered(),
+    )  # fmt: skip
     is_torchs = True if kind in learned.torchs else False if kind in learned.routed else None
     return is_torchs if op.dispatch_cache.get(_WORTH) is learned.mark and op.call is learned.call else None
 
@@ -73,6 +79,8 @@ def learn(layer: Any, function: Callable[..., Any], x: Any, *args: Any, **kwargs
     so, that is remembered. False also where it cannot be told: the function then does what is right."""
     if type(x) not in _PLAIN or tracing_state() is not None or x.device.type not in ("cpu", "cuda"):
         return False
+    if in_function_mode() and has_function_mode_of_others():  # it may want to see torch's call
+        return True
     if is_watching():  # `tune(during=)` measures the calls that reach ops
         return False
     try:
@@ -116,7 +124,7 @@ def kind_of_call(args: tuple, kwargs: dict[str, Any]) -> tuple:
     """What the choices inside a layer follow from, nearly: the shapes of tensors, and which arguments there
     are.
     """
-    kind: list[Any] = [_grad_enabled(), autocasting(), _entered(), *kwargs]
+    kind: list[Any] = [_grad_enabled(), autocasting(), in_function_mode(), _entered(), *kwargs]
     first = None
     for x in (*args, *kwargs.values()):  # not a comprehension, which is a call
         if type(x) in _PLAIN:

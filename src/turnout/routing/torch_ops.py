@@ -13,6 +13,7 @@ from torch import Tensor
 from turnout.routing import mutation
 from turnout.routing.choose import REFERENCE
 from turnout.routing.fallback import autocasting, differentiable_backward
+from turnout.routing.torch_private import without_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from turnout.routing.op import Op
@@ -95,7 +96,8 @@ def _backward(op: Op, ctx: Any, *grads: Tensor | None) -> tuple:
         return result if isinstance(result, tuple) else (result,)
 
     # Grad mode is on for create_graph.
-    with differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext():
+    again = differentiable_backward() if torch.is_grad_enabled() else contextlib.nullcontext()
+    with again, without_saved_tensors_hooks():
         outputs, vjp, *_ = torch.func.vjp(reference, *(inputs[i] for i in wanted))
         pairs = zip(outputs, grads, strict=True)
         full = tuple(torch.zeros_like(out) if grad is None else grad for out, grad in pairs)

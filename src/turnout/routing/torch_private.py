@@ -8,9 +8,10 @@ schemas that torch keeps.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
@@ -101,11 +102,28 @@ def constant_in_graphs(function: F) -> F:
 # Autograd.
 increment_version: Callable[[Sequence[Tensor]], None] = find("torch:_C._increment_version")
 saved_tensors_hooks: Callable[..., Any] = find("torch:_C._autograd._top_saved_tensors_default_hooks")
+pop_saved_tensors_hooks: Callable[[], Any] = find("torch:_C._autograd._pop_saved_tensors_default_hooks")
+push_saved_tensors_hooks: Callable[..., Any] = find("torch:_C._autograd._push_saved_tensors_default_hooks")
 without_dispatch_keys: Callable[[Any], AbstractContextManager[Any]] = find(
     "torch:_C._ExcludeDispatchKeyGuard"
 )
 recording_key: Any = find("torch:_C.DispatchKey.ADInplaceOrView")  # views, and versions of written tensors
 key_set: Callable[[Any], Any] = find("torch:_C.DispatchKeySet")
+
+
+@contextlib.contextmanager
+def without_saved_tensors_hooks() -> Iterator[None]:
+    """Inside this block no hooks see the tensors that are saved for backward: `torch.func` takes none."""
+    hooks = []
+    while (top := saved_tensors_hooks(True)) is not None:
+        hooks.append(top)
+        pop_saved_tensors_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            push_saved_tensors_hooks(pack, unpack)
+
 
 # Modules and storages.
 GLOBAL_HOOKS: list[Any] = [
