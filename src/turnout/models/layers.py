@@ -5,7 +5,7 @@ Models without adapters of their own get these.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ def _as_written(layer: type, name: str = "forward") -> Any:
     return getattr(layer, name) if is_as_written(layer, name) else None
 
 
+_is_a: Callable[[Any, type], bool] = isinstance  # without telling a type checker what `self` then is
 # Asked at every call: somebody may put other methods into torch's classes.
 _CONV2D, _CONV2D_FORWARD = _as_written(nn.Conv2d, "_conv_forward"), _as_written(nn.Conv2d)
 _CONV3D, _CONV3D_FORWARD = _as_written(nn.Conv3d, "_conv_forward"), _as_written(nn.Conv3d)
@@ -52,7 +53,7 @@ class Conv2dMethod(Adapter):
             self.padding_mode != "zeros"  # it may have been set since
             or nn.Conv2d._conv_forward is not _CONV2D
             or F.conv2d is not _TORCHS_CONV2D
-            or not isinstance(self, Conv2dMethod)
+            or not _is_a(self, Conv2dMethod)
         ):
             return nn.Conv2d._conv_forward(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
@@ -80,7 +81,7 @@ class Conv3dMethod(Adapter):
             self.padding_mode != "zeros"  # it may have been set since
             or nn.Conv3d._conv_forward is not _CONV3D
             or F.conv3d is not _TORCHS_CONV3D
-            or not isinstance(self, Conv3dMethod)
+            or not _is_a(self, Conv3dMethod)
         ):
             return nn.Conv3d._conv_forward(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
@@ -116,7 +117,7 @@ class Conv2d(Conv2dMethod):
     summary = "turnout.conv2d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if nn.Conv2d.forward is not _CONV2D_FORWARD or not isinstance(self, Conv2d):
+        if nn.Conv2d.forward is not _CONV2D_FORWARD or not _is_a(self, Conv2d):
             return nn.Conv2d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV2D, input):
             own = _weight_and_bias(self)
@@ -130,7 +131,7 @@ class Conv3d(Conv3dMethod):
     summary = "turnout.conv3d"
 
     def forward(self: Any, input: Tensor) -> Tensor:
-        if nn.Conv3d.forward is not _CONV3D_FORWARD or not isinstance(self, Conv3d):
+        if nn.Conv3d.forward is not _CONV3D_FORWARD or not _is_a(self, Conv3d):
             return nn.Conv3d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV3D, input):
             own = _weight_and_bias(self)
@@ -155,7 +156,7 @@ class GroupNorm(Adapter):
         if (
             nn.GroupNorm.forward is not _GROUP_NORM_FORWARD
             or F.group_norm is not _TORCHS_GROUP_NORM
-            or not isinstance(self, GroupNorm)
+            or not _is_a(self, GroupNorm)
         ):
             return nn.GroupNorm.forward(self, input)
         stock = False if is_compiling() else is_torch(self, GROUP_NORM_SILU, input)
