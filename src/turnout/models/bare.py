@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from turnout.models.dicts import Dicts
-from turnout.routing.fallback import autocasts
+from turnout.routing.fallback import PLAIN_TENSORS, autocasts
 from turnout.routing.torch_private import (
     GLOBAL_HOOKS,
     constant_in_graphs,
@@ -54,7 +54,6 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _forward = operator.attrgetter("forward")
 _SCALARS = (bool, int, float, str, tuple, type(None))
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class Inside(NamedTuple):
@@ -166,7 +165,7 @@ class _Watch:
         pads = {m.padding_mode for m in self.modules if isinstance(m, _CONVOLUTIONS)}
         self.bare = (
             all(_known(m, inside.reads) for m in self.modules)
-            and all(type(x) in _PLAIN for x in tensors)
+            and all(type(x) in PLAIN_TENSORS for x in tensors)
             and pads <= set(inside.padding_modes)
             and not any(map(_shadowed, self.modules))
             and all(map(is_as_written, self.classes))
@@ -260,13 +259,13 @@ def is_as_written(cls: type, name: str = "forward") -> bool:
 
 
 @functools.cache
-def _file_of(module: str) -> str:
+def _file_of(module: str) -> str | None:
     """The file that the methods of most classes of a Python module stand in, as their code names it."""
-    classes = [
-        cls for cls in vars(sys.modules[module]).values() if inspect.isclass(cls) and cls.__module__ == module
-    ]
+    inside = [x for x in getattr(sys.modules.get(module), "__dict__", {}).values() if inspect.isclass(x)]
+    classes = [cls for cls in inside if cls.__module__ == module]
     methods = [x for cls in classes for x in vars(cls).values() if inspect.isfunction(x)]
-    return collections.Counter(x.__code__.co_filename for x in methods).most_common(1)[0][0]
+    files = collections.Counter(x.__code__.co_filename for x in methods)
+    return max(files, key=files.__getitem__, default=None)
 
 
 def _is_refused(root: nn.Module, inside: Inside) -> bool:
@@ -290,7 +289,9 @@ def bare_layer(layer: Any, cls: type, x: Tensor) -> bool:
     if type(layer) is not cls or hooked(layer) or calls_are_watched():
         return False
     tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
-    return all(type(each) in _PLAIN and each.dtype is x.dtype and each.device == x.device for each in tensors)
+    return all(
+        type(each) in PLAIN_TENSORS and each.dtype is x.dtype and each.device == x.device for each in tensors
+    )
 
 
 def _shadowed(module: nn.Module) -> bool:
