@@ -142,8 +142,8 @@ class _Watch:
         self.root = weakref.ref(root, lambda _: _watches.pop(key, None))
         self.modules = list(read_past(root, inside))
         self.types = list(map(type, self.modules))
-        parents = stock_class(root).__mro__[1:]  # whose forward its own may call
-        every = (cls.__mro__ for cls in map(stock_class, self.modules))
+        parents = _stock_parents(root)
+        every = (cls.__mro__ for cls in map(_stock_class, self.modules))
         self.classes = [
             cls for cls in dict.fromkeys([*parents, *_everything(every)]) if "forward" in vars(cls)
         ]
@@ -244,12 +244,20 @@ def strangers(root: nn.Module, inside: Inside) -> Iterator[str]:
         yield f"a {cls.__module__}.{cls.__qualname__} inside, which this adapter does not know"
 
 
-def stock_class(module: nn.Module) -> type:
+def _stock_class(module: nn.Module) -> type:
     """The class of a module without what `accelerate` puts in front."""
     cls: Any = type(module)
     while "_turnout_patch" in vars(cls):
         cls = cls._turnout_patch.base
     return cls
+
+
+def _stock_parents(root: nn.Module) -> Iterable[type]:
+    """The classes that the stock class of a patched module comes from, whose forward its own may call."""
+    cls = next((cls for cls in type(root).__mro__ if "_turnout_patch" in vars(cls)), type(root))
+    while "_turnout_patch" in vars(cls) or "_turnout_front" in vars(cls):
+        cls = cls.__bases__[1]
+    return cls.__mro__[1:]
 
 
 def is_as_written(cls: type, name: str = "forward") -> bool:
@@ -308,7 +316,7 @@ def _known(module: nn.Module, reads: tuple[type | str, ...]) -> bool:
     """Whether a module is of one of these classes: itself, not a class derived from one, but for what
     `accelerate` puts in front.
     """
-    cls = stock_class(module)
+    cls = _stock_class(module)
     return (
         cls in _CONTAINERS
         or cls in reads

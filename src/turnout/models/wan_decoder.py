@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from turnout.models.bare import Inside, hooked, is_as_written, is_bare, stock_class
+from turnout.models.bare import Inside, hooked, is_bare
 from turnout.models.frames import Kept, are_large, convolve_ahead
 from turnout.models.patch import Adapter, drops, likes_channels_last, needs_plain, needs_silu
 from turnout.models.video import channels_last, may_write, pixels_of_frame
@@ -219,8 +219,6 @@ def _in_parts(block: Any, x: Tensor) -> bool:
 def _ours(part: Any, adapter: type[Adapter], x: Tensor) -> bool:
     """Whether a part runs this adapter's code, and has no hooks."""
     if adapter not in type(part).__mro__ or hooked(part):
-        return False
-    if not torch.compiler.is_compiling() and not is_as_written(stock_class(part)):  # no forward is called
         return False
     return adapter.inside is None or is_bare(part, adapter.inside, x.dtype, x.device)
 
