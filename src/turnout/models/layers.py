@@ -5,7 +5,6 @@ Models without adapters of their own get these.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -31,7 +30,7 @@ def _as_written(layer: type, name: str = "forward") -> Any:
 
 
 _is_a: Callable[[Any, type], bool] = isinstance  # without telling a type checker what `self` then is
-_conv_forward = operator.attrgetter("_conv_forward")
+_METHOD = "_conv_forward"
 # Asked at every call: somebody may put other methods into torch's classes.
 _CONV2D, _CONV2D_FORWARD = _as_written(nn.Conv2d, "_conv_forward"), _as_written(nn.Conv2d)
 _CONV3D, _CONV3D_FORWARD = _as_written(nn.Conv3d, "_conv_forward"), _as_written(nn.Conv3d)
@@ -53,11 +52,11 @@ class Conv2dMethod(Adapter):
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (
             self.padding_mode != "zeros"  # it may have been set since
-            or _conv_forward(nn.Conv2d) is not _CONV2D
+            or getattr(nn.Conv2d, _METHOD) is not _CONV2D
             or F.conv2d is not _TORCHS_CONV2D
             or not _is_a(self, Conv2dMethod)
         ):
-            return _conv_forward(nn.Conv2d)(self, input, weight, bias)
+            return getattr(nn.Conv2d, _METHOD)(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if is_compiling():
             return ops.conv2d(*args)
@@ -81,11 +80,11 @@ class Conv3dMethod(Adapter):
     def _conv_forward(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (
             self.padding_mode != "zeros"  # it may have been set since
-            or _conv_forward(nn.Conv3d) is not _CONV3D
+            or getattr(nn.Conv3d, _METHOD) is not _CONV3D
             or F.conv3d is not _TORCHS_CONV3D
             or not _is_a(self, Conv3dMethod)
         ):
-            return _conv_forward(nn.Conv3d)(self, input, weight, bias)
+            return getattr(nn.Conv3d, _METHOD)(self, input, weight, bias)
         args = (input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         if is_compiling():
             return ops.conv3d(*args)
@@ -123,7 +122,7 @@ class Conv2d(Conv2dMethod):
             return nn.Conv2d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV2D, input):
             own = _weight_and_bias(self)
-            if own is not None and self.padding_mode == "zeros" and _conv_forward(nn.Conv2d) is _CONV2D:
+            if own is not None and self.padding_mode == "zeros" and getattr(nn.Conv2d, _METHOD) is _CONV2D:
                 weight, bias = own
                 return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,7 +136,7 @@ class Conv3d(Conv3dMethod):
             return nn.Conv3d.forward(self, input)
         if not is_compiling() and is_torch(self, CONV3D, input):
             own = _weight_and_bias(self)
-            if own is not None and self.padding_mode == "zeros" and _conv_forward(nn.Conv3d) is _CONV3D:
+            if own is not None and self.padding_mode == "zeros" and getattr(nn.Conv3d, _METHOD) is _CONV3D:
                 weight, bias = own
                 return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return super().forward(input)  # pyright: ignore[reportAttributeAccessIssue]
