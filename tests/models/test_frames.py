@@ -7,7 +7,7 @@ import turnout
 from tests.models.memory import Peak
 from tests.models.zoo import made, random
 from turnout.models import DecodeStream, frames
-from turnout.models.frames import Ring, convolve_ahead
+from turnout.models.frames import FrameRing, convolve_ahead
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_ring_is_a_causal_convolution(convolutions, monkeypatch):
     torch.manual_seed(0)
     convs = [torch.nn.Conv3d(4, 4, 3).double() for _ in range(convolutions)]
     clips = torch.randn(convolutions, 1, 4, 20, 5, 6, dtype=torch.double)
-    ring = Ring(convolutions, clips[0, :, :, :1], {})
+    ring = FrameRing(convolutions, clips[0, :, :, :1], {})
     actual = torch.empty_like(clips)
     for t in range(20):
         for k, conv in enumerate(convs):
@@ -39,9 +39,9 @@ def test_sums_ahead_are_a_causal_convolution():
     conv = torch.nn.Conv3d(96, 3, 3).bfloat16()
     clip = torch.nn.functional.silu(torch.randn(1, 96, 6, 5, 6)).bfloat16()
     whole = turnout.causal_conv3d(clip.double(), conv.weight.double(), conv.bias.double(), padding=1)
-    ahead, arranged, actual = None, {}, []
+    ahead, packed_weights, actual = None, {}, []
     for t in range(6):
-        y, ahead = convolve_ahead(clip[:, :, t : t + 1], conv, (1, 1), ahead, arranged)
+        y, ahead = convolve_ahead(clip[:, :, t : t + 1], conv, (1, 1), ahead, packed_weights)
         actual.append(y)
     assert (torch.cat(actual, 2) - whole).square().mean() < 1.1 * (whole.bfloat16() - whole).square().mean()
 

@@ -349,9 +349,9 @@ def test_large_frames_in_rings_give_the_bits_of_one_process(monkeypatch, split):
     monkeypatch.setitem(frames.LARGE, "cpu", 40 * 48)
     vae, z = model("wan", torch.bfloat16, fast=True), random(1, 4, 5, 5, 6, dtype=torch.bfloat16)
     used = []
-    convolve = frames.Ring.convolve
+    convolve = frames.FrameRing.convolve
     monkeypatch.setattr(
-        frames.Ring, "convolve", lambda self, *args: used.append(self.margins) or convolve(self, *args)
+        frames.FrameRing, "convolve", lambda self, *args: used.append(self.margins) or convolve(self, *args)
     )
     alone = vae.decode(z).sample
     turnout.distribute(vae, Lockstep(3), split=split)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from turnout.models.frames import Clip, Conditions, Kept, latents_needed
+from turnout.models.frames import Clip, Conditions, StreamCache, latents_needed
 from turnout.models.graphs import ENGINES, CapturedStep
 from turnout.models.snapshot import ModelSnapshot
 from turnout.models.wan_steps import Steps, decode_latent
@@ -179,13 +179,15 @@ class DecodeStream:
         if before.cache is None:
             # a graph needs caches that stay where they are: no rings
             cache = (
-                [None] * entries if self.graph else Kept([None] * entries, rings=earlier_latents is not None)
+                [None] * entries
+                if self.graph
+                else StreamCache([None] * entries, rings=earlier_latents is not None)
             )
             steps = Steps(self.vae, cache, watch_layouts=self.graph)
         else:
             cache = before.cache
             if earlier_latents is None:
-                cache = cache.fork() if isinstance(cache, Kept) else list(cache)
+                cache = cache.fork() if isinstance(cache, StreamCache) else list(cache)
             steps = Steps(self.vae, cache, begun=before.begun, steady=before.steady, watch_layouts=self.graph)
         last = (
             None if earlier_latents is None else collections.deque(earlier_latents, latents_needed(entries))
@@ -199,13 +201,13 @@ class DecodeStream:
             return frames
 
         try:
-            if isinstance(cache, Kept):
-                cache.arranged.clear()  # what is done to the data of weights is not noticed
+            if isinstance(cache, StreamCache):
+                cache.packed_weights.clear()  # what is done to the data of weights is not noticed
             for latent in missing:
                 steps.run(latent)
             video = steps.video(latents, run)
         except BaseException:
-            if isinstance(cache, Kept):
+            if isinstance(cache, StreamCache):
                 cache.release()
             elif self.captured is None or cache is not self.captured.cache:
                 cache.clear()
@@ -233,8 +235,8 @@ class DecodeStream:
     def _decode_traced(self, z: Tensor) -> Tensor:
         """`decode` in a compiled program, which has its own guards, and changes nothing before it ends."""
         before = self._clip
-        cache = Kept([None] * self.vae._cached_conv_counts["decoder"], rings=False)
-        has_rings = isinstance(before.cache, Kept) and before.cache.rings
+        cache = StreamCache([None] * self.vae._cached_conv_counts["decoder"], rings=False)
+        has_rings = isinstance(before.cache, StreamCache) and before.cache.rings
         if has_rings or (before.begun and before.cache is None):
             raise RuntimeError(
                 "DecodeStream: this clip keeps frames in rings, or was interrupted, and cannot go on in a "

@@ -60,13 +60,13 @@ def are_large(pixels: int, device: torch.device) -> bool:
     return device.type in LARGE and pixels >= LARGE[device.type]
 
 
-class Kept(list):
+class StreamCache(list):
     """The stock model's list of caches, an entry for each convolution, and the rings that replace the entries
     of convolutions with large frames. It belongs to one stream.
 
     one_by_one: whether large frames are processed one at a time. The first latent decides, because the caches
     of the two ways differ. blocks: those that may have a ring; they stay the same for the same reason.
-    arranged: weights in another order, until the next call of the stream.
+    packed_weights: weights as a ring's convolutions read them, until the next call of the stream.
     rings: False where none is to be used. ends: no frame comes after those of the first latent, so
     convolutions need not keep any.
 
@@ -79,13 +79,13 @@ class Kept(list):
         self.may_have_rings, self.ends = rings, ends
         self.one_by_one: bool | None = None
         self.blocks: list[Any] | None = None
-        self.rings: dict[Any, Ring] = {}
-        self.arranged: dict[tuple, Any] = {}
+        self.rings: dict[Any, FrameRing] = {}
+        self.packed_weights: dict[tuple, Any] = {}
 
-    def fork(self) -> Kept:
+    def fork(self) -> StreamCache:
         """A copy of the list with the same entries, without rings: steps replace entries, and never write
         into one."""
-        other = Kept(self, rings=self.may_have_rings)
+        other = StreamCache(self, rings=self.may_have_rings)
         other.one_by_one, other.blocks = self.one_by_one, self.blocks
         return other
 
@@ -94,12 +94,12 @@ class Kept(list):
         memory."""
         self.clear()
         self.rings.clear()
-        self.arranged.clear()
+        self.packed_weights.clear()
 
-    def ring(self, block: Any, like: Tensor) -> Ring:
+    def ring(self, block: Any, like: Tensor) -> FrameRing:
         """That of one block, whose residual blocks have two convolutions each."""
         if block not in self.rings:
-            self.rings[block] = Ring(2 * len(block.resnets), like, self.arranged)
+            self.rings[block] = FrameRing(2 * len(block.resnets), like, self.packed_weights)
         return self.rings[block]
 
     def decide_one_by_one(self, one_by_one: bool) -> bool:
@@ -167,7 +167,7 @@ def latents_needed(entries: int) -> int:
     return 2 * entries + 2
 
 
-class Ring:
+class FrameRing:
     """The last frames of all convolutions of one size, in one piece of memory with room for one frame more.
 
     A convolution of depth 3 reads three frames as one tensor if they are the same distance apart, and keeps
@@ -187,7 +187,7 @@ class Ring:
     `convolve` in turn.
     """
 
-    def __init__(self, convolutions: int, like: Tensor, arranged: dict[tuple, Any]):
+    def __init__(self, convolutions: int, like: Tensor, packed_weights: dict[tuple, Any]):
         split = splitting()
         self.margins = (0, 0) if split is None else split.ring_margins()
         _, self.channels, _, height, width = like.shape
@@ -195,7 +195,7 @@ class Ring:
         self.places = 2 * convolutions + 1
         with torch.inference_mode(False):  # may be written in and out of inference mode
             self.rows = like.new_zeros(self.places * self.height + SLACK, self.width, self.channels)
-        self.moved, self.free, self.arranged = 0, self.places - 1, arranged
+        self.moved, self.free, self.packed_weights = 0, self.places - 1, packed_weights
 
     def frames(self, first: int, count: int) -> Tensor:
         """`[1, C, H, count, W]`: with rows outside, strides are those of a channels-last tensor from which
@@ -216,11 +216,11 @@ class Ring:
         """What has been written, behind the two frames before it, through a convolution of depth 3: `[1, F,
         1, H, W]`.
         """
-        if (conv, "rows") not in self.arranged:
-            self.arranged[conv, "rows"] = channels_last(conv.weight.transpose(2, 3))
+        if (conv, "rows") not in self.packed_weights:
+            self.packed_weights[conv, "rows"] = channels_last(conv.weight.transpose(2, 3))
         beside = None if residual is None else residual.squeeze(2).unsqueeze(3)
         x, (high, wide) = self.frames(self.free - 2, 3), padding
-        call = self.arranged[conv, "rows"], conv.bias
+        call = self.packed_weights[conv, "rows"], conv.bias
         split = splitting() if any(self.margins) else None
         if split is None:
             y = ops.conv3d(x, *call, padding=(high, 0, wide), residual=beside)
@@ -242,7 +242,7 @@ class Ring:
 
 
 def convolve_ahead(
-    x: Tensor, conv: Any, padding: tuple[int, int], ahead: Tensor | None, arranged: dict[tuple, Any]
+    x: Tensor, conv: Any, padding: tuple[int, int], ahead: Tensor | None, packed_weights: dict[tuple, Any]
 ) -> tuple[Tensor, Tensor]:
     """A frame through a causal convolution to few channels, which keeps sums instead of frames: of each
     frame, what it adds to itself and to all later ones is computed at once.
@@ -255,13 +255,13 @@ def convolve_ahead(
     """
     filters, _, depth, *_ = conv.weight.shape
     kind = torch.float16 if x.dtype is torch.bfloat16 else torch.float32
-    if (conv, "ahead") not in arranged:
+    if (conv, "ahead") not in packed_weights:
         # [F, C, D, KH, KW] to [D * F, C, 1, KH, KW], what a frame adds to itself first
         weight = channels_last(conv.weight.to(kind).flip(2).permute(2, 0, 1, 3, 4).flatten(0, 1).unsqueeze(2))
-        arranged[conv, "ahead"] = (
+        packed_weights[conv, "ahead"] = (
             weight,
             None if conv.bias is None else F.pad(conv.bias.to(kind), (0, (depth - 1) * filters)),
         )
-    weight, bias = arranged[conv, "ahead"]
+    weight, bias = packed_weights[conv, "ahead"]
     sums = ops.conv3d(x.to(kind), weight, bias, padding=(0, *padding), residual=ahead)
     return sums[:, :filters].to(x.dtype), F.pad(sums[:, filters:], (0, 0, 0, 0, 0, 0, 0, filters))

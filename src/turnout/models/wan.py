@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from turnout import ops
 from turnout.models.bare import Inside
-from turnout.models.frames import Kept, Ring
+from turnout.models.frames import FrameRing, StreamCache
 from turnout.models.patch import Adapter, drops, likes_channels_last, needs_plain, needs_silu
 from turnout.models.sdpa import attend
 from turnout.models.video import as_video, causal_conv, channels_last, may_write, per_frame
@@ -50,7 +50,7 @@ def convolve_with_cache(
     cache = None if feat_cache is None else feat_cache[slot]
     y, kept = causal_conv(x, conv.weight, conv.bias, cache, padding=padding_of(conv), residual=residual)
     if feat_cache is not None:
-        if not (isinstance(feat_cache, Kept) and feat_cache.ends):
+        if not (isinstance(feat_cache, StreamCache) and feat_cache.ends):
             feat_cache[slot] = kept
         feat_idx[0] += 1
     return y
@@ -119,7 +119,7 @@ class ResidualBlock(Adapter):
     def forward(self: Any, x: Tensor, feat_cache: list | None = None, feat_idx: list[int] = [0]) -> Tensor:  # noqa: B006
         if drops(self.dropout):
             return super().forward(x, feat_cache, feat_idx)  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(feat_cache, Ring):
+        if isinstance(feat_cache, FrameRing):
             return self._in_ring(x, feat_cache, feat_idx)
         shortcut = self.conv_shortcut
         residual = x if isinstance(shortcut, nn.Identity) else ops.conv3d(x, shortcut.weight, shortcut.bias)
@@ -127,7 +127,7 @@ class ResidualBlock(Adapter):
         x = norm(self.norm2, x)  # what it was made of is free before the convolution needs memory
         return convolve_with_cache(self.conv2, x, feat_cache, feat_idx, residual)
 
-    def _in_ring(self: Any, x: Tensor, ring: Ring, feat_idx: list[int]) -> Tensor:
+    def _in_ring(self: Any, x: Tensor, ring: FrameRing, feat_idx: list[int]) -> Tensor:
         """The block for one frame; the ring keeps the frames before it."""
         feat_idx[0] += 2
         norm(self.norm1, x, out=ring.place())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from turnout.models.bare import Inside, hooked, is_bare
-from turnout.models.frames import Kept, are_large, convolve_ahead
+from turnout.models.frames import StreamCache, are_large, convolve_ahead
 from turnout.models.patch import Adapter, drops, likes_channels_last, needs_plain, needs_silu
 from turnout.models.video import channels_last, may_write, pixels_of_frame
 from turnout.models.wan import (
@@ -89,7 +89,7 @@ class Decoder(Adapter):
         several = split if split is not None and split.calls > 1 else None  # latents at once
         room = 0.0 if several is None else _room(self, x)
         plain = may_write(x) and x.shape[0] == 1 and x.stride(1) == 1 and not autocasts(x.device.type)
-        rings = feat_cache if isinstance(feat_cache, Kept) and feat_cache.may_have_rings else None
+        rings = feat_cache if isinstance(feat_cache, StreamCache) and feat_cache.may_have_rings else None
         if rings is not None and not torch.compiler.is_compiling():
             rings.keep_to([stage.block for stage in stages])
         calls = 1 if several is None else several.calls  # of one process, for which x stands
@@ -124,7 +124,7 @@ class Decoder(Adapter):
                 if rings is not None and alone:
                     slot = feat_idx[0]
                     y, rings[slot] = convolve_ahead(
-                        x, self.conv_out, padding_of(self.conv_out), rings[slot], rings.arranged
+                        x, self.conv_out, padding_of(self.conv_out), rings[slot], rings.packed_weights
                     )
                 else:
                     y = convolve_with_cache(self.conv_out, x, feat_cache, feat_idx)

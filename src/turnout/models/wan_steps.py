@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from turnout.models.bare import calls_are_watched
-from turnout.models.frames import Kept
+from turnout.models.frames import StreamCache
 from turnout.models.graphs import layouts
 from turnout.models.patch import Adapter
 from turnout.models.video import may_write
@@ -38,7 +38,7 @@ class Autoencoder(Adapter):
 
         # a picture is a clip that ends with its first frame: nothing is kept for the next one
         ends = z.shape[2] == 1
-        cache = Kept([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends)
+        cache = StreamCache([None] * self._cached_conv_counts["decoder"], rings=not ends, ends=ends)
         planned = not torch.compiler.is_compiling() and is_planning()
         steps = Steps(self, cache, watch_layouts=planned, planned=planned)
         video = steps.video(self.post_quant_conv(z))
