@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -208,11 +208,12 @@ def _rows(count: int) -> str:
     return f"{count} row" if count == 1 else f"{count} rows"
 
 
-def routes() -> list[Check]:
-    """Run every route on the first of the op's small cases that it takes, on every device here."""
+def routes(ops: Iterable[Op] | None = None) -> list[Check]:
+    """Run every route of these ops, or of all, on the first of the op's small cases that it takes, on every
+    device here."""
     checks = []
     for place in _devices():
-        for op in OPS.values():
+        for op in OPS.values() if ops is None else ops:
             try:
                 calls = [op.arguments(*case.make(place, 0)) for case in op.cases()[:_SMALL_CASES]]
             except Exception as failure:  # of any kind: somebody's op must not end the report

@@ -148,11 +148,10 @@ def test_costs_and_configurations_of_other_kinds_of_numbers_and_lists_count(decl
     ("result", "why"),
     [((A[0],), "it is a tuple"), (1.0, "it is a float"), (None, "it is a NoneType")],
 )
-def test_a_route_that_returns_no_tensor_is_found_by_every_check(declare, monkeypatch, result, why):
+def test_a_route_that_returns_no_tensor_is_found_by_every_check(declare, result, why):
     declare(lambda a, b: result)
     assert Verifier(DOT, (A, A)).mismatch("close", DOT.routes["mine"].run).startswith(why)
-    monkeypatch.setattr("turnout.doctor.OPS", {"dot": DOT})
-    states = {check.what: (check.state, check.note) for check in doctor.routes()}
+    states = {check.what: (check.state, check.note) for check in doctor.routes([DOT])}
     assert states["dot mine on cpu"] == ("failed", f"{why}, the reference gives a tensor")
 
 
@@ -280,8 +279,7 @@ def test_cases_that_are_none_are_told_and_do_not_end_the_doctor(monkeypatch, cas
     declared = op(f"op_with_cases_{len(cases)}", cases=cases)
     with pytest.raises(TypeError, match="it needs to be a Cases, or the name of a module whose CASES is one"):
         declared.cases()
-    monkeypatch.setattr("turnout.doctor.OPS", {declared.name: declared})
-    [check] = doctor.routes()
+    [check] = doctor.routes([declared])
     assert (check.state, check.what) == ("failed", f"{declared.name} on cpu")
 
 
