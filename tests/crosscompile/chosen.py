@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.walk import LAUNCHING, random_call
 from turnout.launch.descriptors import kind
@@ -68,7 +69,7 @@ class Chosen(NamedTuple):
         # not count.
         about = [
             0 if kernel.is_gluon() or isinstance(n, float) else (n == 1, n % 16 == 0, abs(n) >= 2**31)
-            for n in numbers
+            for n in tree_leaves(numbers)
         ]
         return (kernel.fn, *kinds, *about, *constants.values(), warps, *options.items())
 

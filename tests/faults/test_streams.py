@@ -486,7 +486,7 @@ CHANGES = {
         lambda model: model.decoder.mid_block.attentions.train(),
         r"decoder\.mid_block\.attentions was switched to training mode",
     ),
-    "module replaced": (replace_conv_in, "a module was added, removed or replaced"),
+    "module replaced": (replace_conv_in, "a module, a parameter or a buffer was added, removed or replaced"),
     "decoder replaced": (replace_decoder, "decoder was replaced by another module"),
     "weight replaced": (replace_weight, r"decoder\.conv_in\.weight was replaced by another tensor"),
     "weights loaded": (

@@ -15,7 +15,7 @@ from tests.walk import CPU, H200, LAUNCHING, calls, copy, equal, lets_pass, trit
 from turnout.routing.overlap import Layout, overlaps_itself
 
 SMALL = {"block": 64, "vectors": 4, "channels": 16, "groups": 2, "rows": 2}
-ENOUGH, SECONDS = 6, 1.0  # checks at least, and how long to go on for more
+ENOUGH, SECONDS = 6, 0.4  # checks at least, and how long to go on for more
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 

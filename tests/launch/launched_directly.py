@@ -9,6 +9,7 @@ import ctypes
 import functools
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 STREAM = 7777
 
@@ -73,15 +74,10 @@ def convolutions():
     yield "upsample_conv2d", "implicit-gemm-hopper", (small, image(96, 64, 3, 3), bias, 2, 1)
 
 
-def flattened(kinds):
-    for kind in kinds:
-        yield from flattened(kind) if isinstance(kind, tuple) else (kind,)
-
-
 def parameter_sizes(compiled):
     """Bytes of each parameter of a compiled kernel, scratch memory at the end."""
     sizes = []
-    for kind in flattened(compiled.src.signature.values()):
+    for kind in tree_leaves(tuple(compiled.src.signature.values())):
         if kind == "constexpr":
             continue
         if kind.startswith("tensordesc"):

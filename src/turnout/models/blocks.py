@@ -260,7 +260,9 @@ class FluxSingleBlock(Adapter):
         opened = None if waits else linear_gelu(self.proj_mlp, normed)
         attended = self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb)
         opened = linear_gelu(self.proj_mlp, normed) if opened is None else opened
-        x = _finite(ops.gated_add(x, gate, self.proj_out(torch.cat([attended, opened], -1))))
+        opened = torch.cat([attended, opened], -1)  # what it was made of is free before the product
+        del attended
+        x = _finite(ops.gated_add(x, gate, self.proj_out(opened)))
         return x[:, :words], x[:, words:]
 
 
