@@ -4,6 +4,8 @@ import collections
 import contextlib
 import copy
 import pickle
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 import turnout
 from turnout.models import patch
 from turnout.models.accelerate import Report
+from turnout.models.bare import is_as_written
 
 
 class Twice(patch.Adapter):
@@ -263,6 +266,24 @@ def test_a_forward_that_was_kept_is_that_of_stock_once_restored(name, keep):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("file", "is_stocks"), [("utils/decorators.py", True), ("/a/user.py", False)])
+def test_decorators_of_a_library_leave_its_methods_as_written(file, is_stocks, monkeypatch):
+    """As transformers and diffusers have them around some methods, in some releases."""
+    import diffusers
+    from diffusers.models.attention import FeedForward
+
+    assert is_as_written(FeedForward)
+    stock = FeedForward.forward
+
+    def decorated(*args, **kwargs):
+        return stock(*args, **kwargs)
+
+    code = decorated.__code__.replace(co_filename=str(Path(diffusers.__path__[0], file)))
+    method = types.FunctionType(code, decorated.__globals__, "forward", None, decorated.__closure__)
+    monkeypatch.setattr(FeedForward, "forward", method)
+    assert is_as_written(FeedForward) is is_stocks
+
+
 def test_a_users_class_in_front_of_a_patched_one_outlives_restore():
     from tests.models.zoo import ZOO, made
 

@@ -26,6 +26,7 @@ import functools
 import inspect
 import itertools
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -261,9 +262,13 @@ def _stock_parents(root: nn.Module) -> Iterable[type]:
 
 
 def is_as_written(cls: type, name: str = "forward") -> bool:
-    """Whether a method that a class defines stands in the file of its class: nobody has put another there."""
+    """Whether a method that a class defines is of its own file, or of a decorator in its library: nobody has
+    put another there."""
     code = getattr(vars(cls)[name], "__code__", None)
-    return code is not None and code.co_filename == _file_of(cls.__module__)
+    return code is not None and (
+        code.co_filename == _file_of(cls.__module__)
+        or code.co_filename.startswith(_folder_of(cls.__module__.partition(".")[0]))
+    )
 
 
 @functools.cache
@@ -274,6 +279,14 @@ def _file_of(module: str) -> str | None:
     methods = [x for cls in classes for x in vars(cls).values() if inspect.isfunction(x)]
     files = collections.Counter(x.__code__.co_filename for x in methods)
     return max(files, key=files.__getitem__, default=None)
+
+
+@functools.cache
+def _folder_of(library: str) -> tuple[str, ...]:
+    """The folders of a library whose methods may be decorated; none for others. torch decorates none of its
+    layers' methods, and has decorators that users put around them."""
+    known = f"{library}.models." in _LIBRARIES
+    return tuple(f"{path}{os.sep}" for path in sys.modules[library].__path__) if known else ()
 
 
 def _is_refused(root: nn.Module, inside: Inside) -> bool:
